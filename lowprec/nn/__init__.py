@@ -1,0 +1,16 @@
+"""Our modules, and which torch module becomes which."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Final
+
+import torch
+
+from lowprec.nn.linear import Linear
+
+REPLACEMENTS: Final[MappingProxyType[type[torch.nn.Module], type[Linear]]] = MappingProxyType(
+    {torch.nn.Linear: Linear}
+)
+
+__all__ = ["REPLACEMENTS", "Linear"]

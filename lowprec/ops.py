@@ -1,0 +1,114 @@
+"""The ops: argument checks, then the backend that the plan names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lowprec.backends import MODULES, GemmBackends, choose, choose_gemm
+from lowprec.backends.facts import Facts
+from lowprec.errors import UnsupportedError
+from lowprec.formats import Cast
+from lowprec.hardware import NAMED, Hardware, current
+from lowprec.policy import Gemm, LinearPolicy, Product
+from lowprec.tensor import QuantizedTensor
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def quantize(
+    x: torch.Tensor, cast: Cast | str, *, axis: int = -1, backend: str | None = None
+) -> QuantizedTensor:
+    """Cast a tensor to a low-precision format along `axis`, the contraction axis.
+
+    x: any shape, float32, bfloat16, float16 or float64 (read as float32); strided views are fine.
+    cast: a Cast or its text (`mxfp8`, `mxfp8:floor`). Returns codes of x's shape and one scale a
+    block; a block with Inf or NaN gets a NaN scale (E8M0 255) and codes 0, so it decodes to NaN; a
+    block of zeros gets the smallest scale. Codes and scales are the same bits on every backend.
+    backend: a name, or None for the first that does not refuse. Raises UnsupportedError for an
+    unknown format, a missing axis, or a dtype that is not floating.
+    """
+    cast = Cast.parse(cast) if isinstance(cast, str) else cast
+    if x.dtype not in FLOATS:
+        raise UnsupportedError(
+            f"quantize to {cast}: x is {x.dtype}, not one of {', '.join(map(str, FLOATS))}"
+        )
+    if backend is None:
+        backend = choose("quantize", Facts(_hardware_of(x), cast, None)).backend
+    result: QuantizedTensor = _module(backend).quantize(x, cast, axis=axis)
+    return result
+
+
+def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Values of a quantized tensor: code x scale (x outer), in `dtype`, shape of the source."""
+    return MODULES["reference"].dequantize(q, dtype=dtype)  # type: ignore[no-any-return]
+
+
+def matmul(
+    a: torch.Tensor | QuantizedTensor,
+    b: torch.Tensor | QuantizedTensor,
+    *,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    backend: str = "emulated",
+) -> torch.Tensor:
+    """Product of a [M, K] and b [N, K] transposed, plus bias [N]: [M, N] in `out_dtype`.
+
+    Quantized operands must be cast along K; unquantized ones are rounded to bf16 first (float64
+    stays float64). Sums are float32 or wider and are rounded once. Raises UnsupportedError when
+    shapes or cast axes do not fit.
+    """
+    for side, t in (("a", a), ("b", b)):
+        if len(t.shape) != 2:
+            raise UnsupportedError(f"matmul: {side} has shape {tuple(t.shape)}, not two dimensions")
+        if isinstance(t, QuantizedTensor) and t.axis != -1:
+            raise UnsupportedError(f"matmul: {side} was cast along axis {t.axis}, not along K (-1)")
+    if a.shape[1] != b.shape[1]:
+        raise UnsupportedError(
+            f"matmul: a {tuple(a.shape)} and b {tuple(b.shape)} differ in K, their last dimension"
+        )
+    result: torch.Tensor = _module(backend).matmul(a, b, bias=bias, out_dtype=out_dtype)
+    return result
+
+
+def product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    precision: Product,
+    backends: GemmBackends,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One GEMM of a layer: a [M, K] times b [N, K] transposed in the precision of the plan.
+
+    The result is bfloat16; unquantized float64 operands give float64 (for gradient checks).
+    """
+    if not isinstance(precision, Gemm):
+        wide = a.dtype == torch.float64
+        out = torch.float64 if wide else torch.bfloat16
+        return matmul(a, b, bias=bias, out_dtype=out, backend=backends.product)
+    left = quantize(a, precision.left, axis=-1, backend=backends.left)
+    right = quantize(b, precision.right, axis=-1, backend=backends.right)
+    return matmul(left, right, bias=bias, backend=backends.product)
+
+
+def linear_backends(policy: LinearPolicy, hardware: Hardware | None) -> dict[str, GemmBackends]:
+    """Backends of the three products of a linear layer on `hardware` (None: this machine)."""
+    hardware = hardware or current()
+    return {
+        name: choose_gemm(gemm.left, gemm.right, hardware)
+        if isinstance(gemm, Gemm)
+        else choose_gemm(None, None, hardware)
+        for name, gemm in policy.items()
+    }
+
+
+def _hardware_of(x: torch.Tensor) -> Hardware:
+    return current() if x.is_cuda else NAMED["cpu"]
+
+
+def _module(backend: str) -> Any:
+    if backend not in MODULES:
+        raise UnsupportedError(f"unknown backend {backend!r}; known: {', '.join(MODULES)}")
+    return MODULES[backend]

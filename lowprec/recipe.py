@@ -1,0 +1,177 @@
+"""Recipes: pure data that says which layers run in which precision, and why; read strictly."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from lowprec.errors import LowprecError, RecipeError
+from lowprec.formats import nearest_names
+from lowprec.policy import PRODUCTS, LinearPolicy, parse_product
+
+SCHEMA: Final = 1
+KINDS: Final = ("linear",)
+_RECIPE_KEYS: Final = ("schema", "why", "rule")
+_RULE_KEYS: Final = ("match", "kind", "why", *PRODUCTS)
+_POSITION: Final = re.compile(r"(first|last):(.*)")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule: a pattern on full layer names (or a position), a kind, a policy, and why.
+
+    `match` is a shell-style glob on the full dotted name, or `first:N` / `last:N`: the first or
+    last N layers of that kind in the model's order.
+    """
+
+    match: str
+    kind: str
+    policy: LinearPolicy
+    why: str
+
+    @property
+    def position(self) -> tuple[str, int] | None:
+        """("first" | "last", N) for a position rule, None for a name pattern."""
+        found = _POSITION.fullmatch(self.match)
+        return (found[1], int(found[2])) if found else None
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """An ordered list of rules; the last one that matches a layer decides."""
+
+    name: str
+    why: str
+    rules: tuple[Rule, ...]
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of the decisions: rules in order, without the name and the prose."""
+        decisions = [
+            [rule.match, rule.kind, *(str(product) for _, product in rule.policy.items())]
+            for rule in self.rules
+        ]
+        return hashlib.sha256(json.dumps(decisions).encode()).hexdigest()
+
+    @property
+    def quantizes(self) -> bool:
+        """True when at least one rule quantizes a product."""
+        return any(rule.policy.quantizes for rule in self.rules)
+
+    def to_toml(self) -> str:
+        """The recipe as a TOML file that `load_recipe` reads back to an equal recipe."""
+        lines = [f"schema = {SCHEMA}", f"why = {_quote(self.why)}"]
+        for rule in self.rules:
+            lines += ["", "[[rule]]", f"match = {_quote(rule.match)}", f'kind = "{rule.kind}"']
+            lines += [f'{name} = "{product}"' for name, product in rule.policy.items()]
+            lines.append(f"why = {_quote(rule.why)}")
+        return "\n".join(lines) + "\n"
+
+
+def _quote(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _shipped_folder() -> Path:
+    inside = Path(__file__).parent / "recipes"
+    return inside if inside.is_dir() else Path(__file__).parent.parent / "recipes"
+
+
+def shipped_recipes() -> tuple[str, ...]:
+    """Names of the recipes that come with lowprec."""
+    return tuple(sorted(path.stem for path in _shipped_folder().glob("*.toml")))
+
+
+def load_recipe(name_or_path: str | Path) -> Recipe:
+    """Read a recipe: a bare name is a shipped one, anything with a slash or `.toml` is a file.
+
+    Raises RecipeError with the file, the rule, what is wrong and the nearest known name.
+    """
+    text = str(name_or_path)
+    if "/" not in text and "\\" not in text and not text.endswith(".toml"):
+        if text not in shipped_recipes():
+            raise RecipeError(
+                f"no shipped recipe is called {text!r}; {nearest_names(text, shipped_recipes())} "
+                "(a file of your own needs a slash or the ending .toml)"
+            )
+        path = _shipped_folder() / f"{text}.toml"
+    else:
+        path = Path(text)
+    try:
+        return parse_recipe(path.read_text(encoding="utf-8"), name=path.stem)
+    except OSError as error:
+        raise RecipeError(f"recipe {path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"recipe {path}: is not UTF-8 text (byte {error.start})") from error
+    except RecipeError as error:
+        raise RecipeError(f"recipe {path}: {error}") from error
+
+
+def parse_recipe(text: str, *, name: str) -> Recipe:
+    """Read a recipe from TOML text; raises RecipeError that names the rule and the key."""
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(f"is not TOML: {error}") from error
+    _check_keys(data, _RECIPE_KEYS)
+    if data.get("schema") != SCHEMA:
+        raise RecipeError(f"schema is {data.get('schema')!r}; this version reads schema {SCHEMA}")
+    rules = data.get("rule")
+    if not isinstance(rules, list) or not rules:
+        raise RecipeError("has no [[rule]]; a recipe needs at least one")
+    return Recipe(name=name, why=_text(data, "why"), rules=tuple(_rules(rules)))
+
+
+def _rules(rules: list[Any]) -> Iterator[Rule]:
+    for number, data in enumerate(rules, start=1):
+        where = f"rule {number}"
+        if isinstance(data, dict) and isinstance(data.get("match"), str):
+            where += f" (match = {data['match']!r})"
+        try:
+            yield _rule(data)
+        except LowprecError as error:
+            raise RecipeError(f"{where}: {error}") from error
+
+
+def _rule(data: Any) -> Rule:
+    if not isinstance(data, dict):
+        raise RecipeError("is not a table; write it as [[rule]]")
+    _check_keys(data, _RULE_KEYS)
+    match, kind, why = (_text(data, key) for key in ("match", "kind", "why"))
+    if kind not in KINDS:
+        raise RecipeError(f"unknown kind {kind!r}; {nearest_names(kind, KINDS)}")
+    position = _POSITION.fullmatch(match)
+    if position and not (position[2].isdigit() and int(position[2]) > 0):
+        raise RecipeError(f"position {match!r} needs a count of at least 1, as in 'first:2'")
+    products = {key: _product(data, key) for key in PRODUCTS}
+    return Rule(match=match, kind=kind, policy=LinearPolicy(**products), why=why)
+
+
+def _product(data: Mapping[str, Any], key: str) -> Any:
+    try:
+        return parse_product(_text(data, key))
+    except RecipeError:
+        raise
+    except LowprecError as error:
+        raise RecipeError(f"{key}: {error}") from error
+
+
+def _text(data: Mapping[str, Any], key: str) -> str:
+    value = data.get(key)
+    if value is None:
+        raise RecipeError(f"key {key!r} is missing")
+    if not isinstance(value, str) or not value.strip():
+        raise RecipeError(f"{key} must be a non-empty string, not {value!r}")
+    return value
+
+
+def _check_keys(data: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    for key in data:
+        if key not in known:
+            raise RecipeError(f"unknown key {key!r}; {nearest_names(key, known)}")

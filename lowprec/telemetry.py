@@ -1,0 +1,35 @@
+"""What the run really did: executed products by layer and precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lowprec.nn import Linear
+from lowprec.policy import PRODUCTS
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Executed products since `apply`: gemms[layer][product] -> {precision: count}.
+
+    A precision that never ran is absent; `float64` counts unquantized products of float64 inputs.
+    """
+
+    gemms: dict[str, dict[str, dict[str, int]]]
+
+
+def observe(model: torch.nn.Module) -> Observation:
+    """Read the counts of every wrapped layer of `model` (one device sync a layer)."""
+    gemms: dict[str, dict[str, dict[str, int]]] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, Linear):
+            continue
+        counts = module.gemm_counts.tolist()
+        gemms[name] = {}
+        for product, (planned, float64) in zip(PRODUCTS, counts, strict=True):
+            precision = str(getattr(module.policy, product))
+            entry = {precision: planned, "float64": float64}
+            gemms[name][product] = {key: count for key, count in entry.items() if count}
+    return Observation(gemms)
