@@ -1,0 +1,169 @@
+"""run: train what a look still lacks, judge, go on until the verdict is final."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import lowprec
+
+from .errors import GateError
+from .experiment import Experiment
+from .judging import judge_records
+from .progress import Progress
+from .records import RunStore, content_hash
+from .report import write_report
+from .runs import execute, run_inputs
+from .workload import load_workload
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training: an arm and a seed, and the arms whose records it writes."""
+
+    arm: str
+    seed: int
+    writes: tuple[str, ...]
+
+
+def run(experiment: Experiment, *, out: Path, workers: int, progress: bool) -> dict[str, Any]:
+    """Run a gate in the folder `out` and return the verdict; finished runs are never repeated.
+
+    Everything that can be wrong with the input is found before anything is written: the workload
+    loads, both recipes fit the model. gate.json is written before the first run. Killed at any
+    point, the same call resumes and gives bit-equal records. Raises GateError and LowprecError.
+    """
+    facts = _check(experiment)
+    store = RunStore(out)
+    promise = experiment.promise(created=datetime.now(UTC).isoformat(timespec="seconds"))
+    gate = store.write_gate({**promise, "facts": facts})
+    verdict: dict[str, Any] = {}
+    for look in experiment.looks:
+        jobs = _missing(experiment, store, experiment.seeds[:look])
+        with Progress(enabled=progress, jobs=len(jobs), steps=experiment.steps) as shown:
+            _execute_all(experiment, store, jobs, workers=workers, shown=shown)
+        runs, _ = store.load_all()
+        verdict = judge_records(gate, runs)
+        write_report(out, gate, runs=runs, verdict=verdict)
+        if verdict["final"]:
+            break
+    return verdict
+
+
+def _check(experiment: Experiment) -> dict[str, Any]:
+    """Load the workload and make both plans, so that a mistake costs seconds; returns its facts."""
+    workload = load_workload(experiment.workload, experiment.options, folder=experiment.folder)
+    torch.manual_seed(0)
+    model = workload.model()
+    for recipe in (experiment.baseline, experiment.candidate):
+        lowprec.plan(model, lowprec.load_recipe(experiment.recipe_source(recipe)))
+    return dict(workload.facts)
+
+
+def _missing(experiment: Experiment, store: RunStore, seeds: Sequence[int]) -> list[Job]:
+    """The trainings whose records are not on disk; records of other inputs are moved aside."""
+    store.load_all()
+    arms = ["baseline", "candidate"] + ["null"] * experiment.null_control
+    jobs = []
+    for seed in seeds:
+        for arm in arms:
+            extra = ("known_bad",) if arm == "baseline" and experiment.known_bad_margins else ()
+            writes = (arm, *extra)
+            absent = []
+            for written in writes:
+                key = content_hash(run_inputs(experiment, written, seed))
+                _set_superseded_aside(store, written, seed, key)
+                if not store.path(written, seed, key).exists():
+                    absent.append(written)
+            if absent:
+                jobs.append(Job(arm, seed, tuple(absent)))
+    return jobs
+
+
+def _set_superseded_aside(store: RunStore, arm: str, seed: int, key: str) -> None:
+    """Move records of this arm and seed that other inputs made (another program, other data)."""
+    current = store.path(arm, seed, key)
+    for path in store.runs.glob(f"{arm}-{seed:03d}-*.json"):
+        if path != current:
+            path.replace(path.with_suffix(".superseded"))
+
+
+def _execute_all(
+    experiment: Experiment,
+    store: RunStore,
+    jobs: Sequence[Job],
+    *,
+    workers: int,
+    shown: Progress,
+) -> None:
+    if not jobs:
+        return
+    context = multiprocessing.get_context("spawn")
+    ticks = context.SimpleQueue()
+    with (
+        shown.listening(ticks),
+        _pool(min(workers, len(jobs)), context, ticks) as pool,
+    ):
+        futures: dict[Future[list[dict[str, Any]]], Job] = {
+            pool.submit(_work, experiment, job.arm, job.seed): job for job in jobs
+        }
+        for future in as_completed(futures):
+            job = futures[future]
+            try:
+                records = future.result()
+            except BrokenProcessPool as error:
+                raise GateError(
+                    f"the process that trained {job.arm}, seed {job.seed} was killed (out of "
+                    "memory?); finished runs are kept, the same command resumes"
+                ) from error
+            for record in records:
+                if record["arm"] in job.writes:
+                    store.save(record)
+            shown.finished(job.arm, job.seed)
+
+
+@contextmanager
+def _pool(workers: int, context: Any, ticks: Any) -> Iterator[ProcessPoolExecutor]:
+    pool = ProcessPoolExecutor(
+        workers, mp_context=context, initializer=_start_worker, initargs=(ticks, os.getpid())
+    )
+    try:
+        yield pool
+    except BaseException:
+        for process in list(pool._processes.values()):
+            process.terminate()
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
+
+
+_ticks: Any = None
+_parent = 0
+
+
+def _start_worker(ticks: Any, parent: int) -> None:
+    """One thread a run: the sums, and so the bits, do not depend on the number of cores."""
+    global _ticks, _parent
+    _ticks, _parent = ticks, parent
+    torch.set_num_threads(1)
+
+
+def _work(experiment: Experiment, arm: str, seed: int) -> list[dict[str, Any]]:
+    return execute(experiment, arm, seed, tick=lambda: _tick(arm, seed))
+
+
+def _tick(arm: str, seed: int) -> None:
+    if os.getppid() != _parent:
+        # The gate was killed: nobody is left to take the record.
+        os._exit(1)
+    _ticks.put((arm, seed))

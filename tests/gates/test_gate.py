@@ -1,0 +1,199 @@
+"""The whole gate on a toy: verdicts, kill -9 and resume, promises, damaged records."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import lowprec
+from qualitygates import judge
+from qualitygates.errors import ExperimentError
+from qualitygates.experiment import Experiment
+from qualitygates.gate import run
+
+FOLDER = Path(__file__).parent
+TOML = """
+schema = 1
+name = "toy"
+workload = "{folder}/toy_workload.py:build"
+margins = "demo"
+looks = [3]
+[options]
+rows = {rows}
+[train]
+steps = {steps}
+batch_size = 128
+[baseline]
+recipe = "bf16"
+[candidate]
+recipe = "mxfp8"
+{fault}
+[speed]
+required = false
+"""
+
+
+def experiment(folder: Path, *, rows: int = 8000, steps: int = 60, fault: str = "") -> Path:
+    path = folder / "toy.toml"
+    path.write_text(TOML.format(folder=FOLDER, rows=rows, steps=steps, fault=fault))
+    return path
+
+
+def run_gate(path: Path, out: Path, *, workers: int = 2) -> dict:
+    return run(Experiment.from_toml(path), out=out, workers=workers, progress=False)
+
+
+def contents(out: Path) -> dict[str, dict]:
+    kept = {}
+    for file in sorted((out / "runs").glob("*.json")):
+        record = json.loads(file.read_text())
+        for volatile in ("timing", "environment", "checksum"):
+            del record[volatile]
+        kept[file.name] = record
+    return kept
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict]:
+    """An uninterrupted gate: its TOML, its folder and its verdict."""
+    folder = tmp_path_factory.mktemp("gate")
+    path = experiment(folder)
+    verdict = run_gate(path, folder / "out")
+    return path, folder / "out", verdict
+
+
+def test_a_gate_ends_in_a_verdict_with_behaving_controls(finished) -> None:
+    _, out, verdict = finished
+    assert verdict["verdict"] == "ACCEPT", verdict["reasons"]
+    assert verdict["controls"]["behaved"]
+    assert verdict["controls"]["known_bad"]["verdict"] == "REJECT"
+    assert len(contents(out)) == 12
+    assert {p.name for p in out.iterdir()} >= {"gate.json", "verdict.json", "report.html"}
+
+
+def test_judging_the_records_gives_the_same_verdict(finished) -> None:
+    _, out, verdict = finished
+    assert judge([out]) == verdict
+
+
+def test_running_again_trains_nothing_and_changes_nothing(finished) -> None:
+    path, out, verdict = finished
+    times = {f: f.stat().st_mtime_ns for f in (out / "runs").iterdir()}
+    assert run_gate(path, out) == verdict
+    assert {f: f.stat().st_mtime_ns for f in (out / "runs").iterdir()} == times
+
+
+def test_damaged_record_is_rerun_and_the_others_kept(finished) -> None:
+    path, out, verdict = finished
+    files = sorted((out / "runs").glob("*.json"))
+    victim = files[4]
+    good = contents(out)
+    kept = {f: f.stat().st_mtime_ns for f in files if f != victim}
+    victim.write_bytes(victim.read_bytes()[:-500])
+    assert run_gate(path, out)["verdict"] == verdict["verdict"]
+    assert contents(out) == good
+    assert {f: f.stat().st_mtime_ns for f in kept} == kept
+    assert list((out / "runs").glob("*.damaged"))
+
+
+def test_a_promise_cannot_change_in_place(finished, tmp_path: Path) -> None:
+    path, out, _ = finished
+    other = tmp_path / "toy.toml"
+    other.write_text(path.read_text().replace('"demo"', '"standard"'))
+    with pytest.raises(ExperimentError, match=r"margins.*--out"):
+        run_gate(other, out)
+
+
+def test_planted_harm_of_twice_the_margin_is_rejected(finished, tmp_path: Path) -> None:
+    """The true effect of the fault is measured on the baseline's own predictions first."""
+    _, out, _ = finished
+    baseline, bad = (
+        json.loads(next((out / "runs").glob(f"{arm}-001-*")).read_text())
+        for arm in ("baseline", "known_bad")
+    )
+    noise = 1.5 * bad["training"]["logit_noise"]
+    harm = (
+        bad["evaluations"]["trained"]["metrics"]["logloss"]
+        / baseline["evaluations"]["trained"]["metrics"]["logloss"]
+        - 1
+    )
+    assert harm * 1.5**2 > 2 * 0.005
+    path = experiment(tmp_path, fault=f"fault = {{ logit_noise = {noise} }}")
+    verdict = run_gate(path, tmp_path / "out")
+    assert verdict["verdict"] == "REJECT", verdict["reasons"]
+    assert verdict["metrics"]["trained/ne"]["lower"] > 0.005
+
+
+def test_killed_anywhere_and_resumed_it_is_bit_equal(finished, tmp_path: Path) -> None:
+    path, out, verdict = finished
+    resumed = tmp_path / "out"
+    command = [sys.executable, "-m", "qualitygates", "run", str(path), "--out", str(resumed)]
+    moments = random.Random(5)
+    env = {**os.environ, "PYTHONPATH": str(FOLDER.parents[1]), "OMP_NUM_THREADS": "1"}
+    killed = 0
+    for _ in range(2):
+        process = subprocess.Popen(
+            [*command, "--workers", "2"],
+            env=env,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        deadline, wanted = time.monotonic() + 120, len(list(resumed.glob("runs/*.json"))) + 1
+        while len(list(resumed.glob("runs/*.json"))) < wanted and time.monotonic() < deadline:
+            if process.poll() is not None:
+                break
+        # Bounded: a moment inside the next run, not before the first one is on disk.
+        threading_free_wait(moments.random() * 0.3)
+        killed += process.poll() is None
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    assert killed == 2
+    assert run_gate(path, resumed) == verdict
+    assert contents(resumed) == contents(out)
+
+
+def threading_free_wait(seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        pass
+
+
+@pytest.mark.parametrize("workers", [1])
+def test_the_number_of_workers_changes_no_bit(finished, tmp_path: Path, workers: int) -> None:
+    path, out, _ = finished
+    run_gate(path, tmp_path / "out", workers=workers)
+    assert contents(tmp_path / "out") == contents(out)
+
+
+def test_a_crashing_candidate_is_rejected(tmp_path: Path) -> None:
+    path = experiment(tmp_path, steps=20)
+    path.write_text(path.read_text().replace("rows = 8000", "rows = 8000\ncrash = true"))
+    verdict = run_gate(path, tmp_path / "out")
+    assert verdict["verdict"] == "REJECT"
+    assert any("kernel fell over" in text for text in verdict["stability"]["hard"])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error", "says"),
+    [
+        ('recipe = "mxfp8"', 'recipe = "mxfp9"', lowprec.RecipeError, "did you mean mxfp8"),
+        ("rows = 8000", "rowz = 8000", ExperimentError, "unknown option 'rowz'"),
+        (":build", ":bild", ExperimentError, "no function 'bild'"),
+        ("toy_workload.py", "toy_work.py", ExperimentError, "does not exist"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_written(
+    tmp_path: Path, old: str, new: str, error: type[Exception], says: str
+) -> None:
+    path = experiment(tmp_path)
+    path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(error, match=says):
+        run_gate(path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
