@@ -105,33 +105,32 @@ def amax_of(blocks: torch.Tensor) -> torch.Tensor:
 def e8m0_bytes(amax: torch.Tensor, element: Element, rule: ScaleRule) -> torch.Tensor:
     """Biased scale exponents (int32, 0..254; 255 for a block with Inf or NaN) from float32 amax.
 
-    The integer rule on the float32 bits (exponent field E, fraction m): clamp(E - emax + inc),
-    inc being 0 for FLOOR, m > fraction of max for RCEIL, m > 0 for CEIL and the carry of the
-    half-up rounding to the element's mantissa for EVEN. It is exact for subnormal amax as well.
+    The integer rule on float32 bits, exponent field E and fraction m: clamp(E - emax + inc, 0, 254)
+    with inc 0 for FLOOR, [m > fraction of max] for RCEIL, [m > 0] for CEIL, the carry of half-up
+    rounding to the element's mantissa for EVEN. Adding the right constant to the bits makes the
+    fraction carry into the exponent exactly when inc is 1. Exact for subnormal amax as well.
     """
-    bits = amax.view(torch.int32)
-    exponent, fraction = bits >> 23, bits & 0x7FFFFF
-    threshold = {
-        ScaleRule.RCEIL: element.max_fraction,
-        ScaleRule.CEIL: 0,
-        ScaleRule.EVEN: (1 << 23) - (1 << (22 - element.mantissa_bits)) - 1,
+    carry = {
+        ScaleRule.FLOOR: 0,
+        ScaleRule.RCEIL: 0x7FFFFF - element.max_fraction,
+        ScaleRule.CEIL: 0x7FFFFF,
+        ScaleRule.EVEN: 1 << (22 - element.mantissa_bits),
     }
-    biased = exponent - element.emax
-    if rule in threshold:
-        biased = biased + (fraction > threshold[rule]).int()
-    return torch.where(exponent == 255, 255, biased.clamp(0, 254))
+    bits = amax.view(torch.int32)
+    biased = ((bits + carry[rule]) >> 23) - element.emax
+    return biased.clamp_(0, 254).masked_fill_(bits >= 0x7F800000, 255)
 
 
 def power_of_two(biased: torch.Tensor) -> torch.Tensor:
-    """float32 2^(biased - 127) by bits: 0 gives the subnormal 2^-127, 255 gives NaN."""
-    bits = torch.where(biased == 0, 0x400000, biased << 23)
-    return torch.where(biased == 255, 0x7FC00000, bits).view(torch.float32)
+    """float32 2^(biased - 127) of int32 scale bytes: 0 gives the subnormal 2^-127, 255 NaN."""
+    bits = (biased << 23).masked_fill_(biased == 0, 0x400000)
+    return bits.masked_fill_(biased == 255, 0x7FC00000).view(torch.float32)
 
 
 def reciprocal_power(biased: torch.Tensor) -> torch.Tensor:
     """float32 2^(127 - biased), the exact encoding multiplier; 0 where the block is poisoned."""
-    multiplier = power_of_two((254 - biased).clamp(min=0))
-    return torch.where(biased == 255, 0.0, multiplier)
+    bits = ((254 - biased) << 23).masked_fill_(biased == 254, 0x400000)
+    return bits.masked_fill_(biased == 255, 0).view(torch.float32)
 
 
 def float_scales(amax: torch.Tensor, element: Element) -> torch.Tensor:

@@ -39,7 +39,7 @@ def _gemm_row(layer: Mapping[str, Any], product: str, runs: Sequence[Run]) -> li
         for precision, count in run["gemms"].get(layer["name"], {}).get(product, {}).items():
             total[precision] = total.get(precision, 0) + count
     planned = layer[product]
-    ran = ", ".join(f"{precision} x {count}" for precision, count in total.items()) or "never"
+    ran = ", ".join(f"{count} times {precision}" for precision, count in total.items()) or "never"
     if not layer.get("converted", True):
         ran, mark = "left as it was, not counted", Cell("-")
     elif not total and product == "dgrad":

@@ -68,6 +68,7 @@ summary{cursor:pointer;font-weight:600;margin:0 0 8px}
 footer{color:var(--muted);font-size:.84rem;padding:0 4px}
 @media (max-width:560px){main{padding:10px 8px 40px}header,section{padding:15px 14px}
 dl{grid-template-columns:1fr;gap:0}dd{margin:0 0 8px}}
+@media (min-width:700px){td:first-child{min-width:10em}}
 @media print{body{background:#fff}header,section{break-inside:avoid}}
 """
 

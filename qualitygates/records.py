@@ -43,28 +43,35 @@ def canonical_json(value: Any) -> str:
     """
     try:
         # Twice, because keys that are numbers sort otherwise once they have become text.
-        plain = json.loads(json.dumps(value, allow_nan=False))
-        return json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return _sorted_json(json.loads(json.dumps(value, allow_nan=False)))
     except (TypeError, ValueError) as error:
         raise RecordError(f"not plain JSON data: {error}") from error
 
 
+def _sorted_json(plain: Any) -> str:
+    return json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
 def content_hash(value: Any) -> str:
     """SHA-256 (hex) of the canonical JSON of a value."""
-    return hashlib.sha256(canonical_json(value).encode()).hexdigest()
+    return _sha256(canonical_json(value))
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def seal(record: Mapping[str, Any]) -> Record:
     """The record as plain JSON data with "checksum", the hash of everything else in it."""
-    plain: Record = json.loads(canonical_json({k: v for k, v in record.items() if k != "checksum"}))
-    return {**plain, "checksum": content_hash(plain)}
+    text = canonical_json({k: v for k, v in record.items() if k != "checksum"})
+    return {**json.loads(text), "checksum": _sha256(text)}
 
 
 def write_json_atomic(path: Path, value: Any, *, indent: int | None = None) -> None:
     """Write a value as JSON so that the file is either complete or absent; raises RecordError."""
-    plain = json.loads(canonical_json(value))
-    separators = (",", ":") if indent is None else (",", ": ")
-    text = json.dumps(plain, indent=indent, separators=separators, sort_keys=indent is None)
+    text = canonical_json(value)
+    if indent is not None:
+        text = json.dumps(value, indent=indent, allow_nan=False)
     write_text_atomic(path, text + "\n")
 
 
@@ -134,7 +141,8 @@ def _fault(record: Any, kind: str) -> str | None:
     if missing:
         return f"without {', '.join(missing)}"
     content = {name: value for name, value in record.items() if name != "checksum"}
-    if content_hash(content) != record["checksum"]:
+    # Read from JSON, so already plain: the checks take half the time.
+    if _sha256(_sorted_json(content)) != record["checksum"]:
         return (
             "its checksum does not fit its content: it was damaged or edited after it was written"
         )

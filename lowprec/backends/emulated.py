@@ -24,8 +24,9 @@ from lowprec.blocks import (
 from lowprec.formats import E4M3, E5M2, Cast, Element
 from lowprec.tensor import QuantizedTensor
 
-# Bits of an 8-bit float moved to the float32 fields; the multiplier repairs the exponent bias.
-_WIDEN = {E4M3.name: (20, 2.0**120), E5M2.name: (21, 2.0**112)}
+# An 8-bit float, sign-extended and shifted, has sign and fields where float32 has them once the
+# copies of the sign are masked off; the multiplier repairs the exponent bias.
+_WIDEN = {E4M3.name: (20, -0x78100000, 2.0**120), E5M2.name: (21, -0x70200000, 2.0**112)}
 
 
 def refuse(op: str, facts: Facts) -> str | None:
@@ -57,7 +58,11 @@ def quantize(x: torch.Tensor, cast: Cast, *, axis: int) -> QuantizedTensor:
         values = blocks.float() / scales
     assert element.torch_dtype is not None
     codes = values.clamp_(-element.max, element.max).to(element.torch_dtype).view(torch.uint8)
-    codes = blocking.join(codes.masked_fill_(~amax.isfinite(), 0))
+    # Masking costs a pass, and looking first costs a device sync that tracing cannot have either.
+    look_first = codes.device.type == "cpu" and not torch.compiler.is_compiling()
+    if not (look_first and bool(amax.isfinite().all())):
+        codes = codes.masked_fill_(~amax.isfinite(), 0)
+    codes = blocking.join(codes)
     scales = scales.squeeze(-1).squeeze(-2)
     if flipped:
         codes, scales = codes.mT, scales.mT
@@ -72,9 +77,8 @@ def quantize(x: torch.Tensor, cast: Cast, *, axis: int) -> QuantizedTensor:
 def _widen(codes: torch.Tensor, element: Element) -> torch.Tensor:
     """float32 values of codes, NaN and Inf codes excepted (a cast never writes them)."""
     if element.name in _WIDEN:
-        shift, multiplier = _WIDEN[element.name]
-        wide = codes.int()
-        bits = ((wide & 0x7F) << shift) | ((wide & 0x80) << 24)
+        shift, mask, multiplier = _WIDEN[element.name]
+        bits = (codes.view(torch.int8).int() << shift) & mask
         return bits.view(torch.float32).mul_(multiplier)
     table = torch.tensor(element.values, dtype=torch.float32, device=codes.device)
     return table[codes.int()]

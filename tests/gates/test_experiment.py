@@ -13,7 +13,7 @@ import pytest
 
 from qualitygates.errors import ExperimentError
 from qualitygates.experiment import Experiment
-from qualitygates.judging import read_promise
+from qualitygates.pairing import read_promise
 from qualitygates.verdict import MARGINS
 from qualitygates.wording import experiment_toml
 

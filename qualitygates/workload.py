@@ -1,0 +1,145 @@
+"""The Workload protocol: a model, its training batches and a fixed evaluation set."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import runpy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from .errors import ExperimentError
+
+SHIPPED: Final = {
+    "flights": "flights",
+    "clicks": "clicks",
+    "csv": "csv_rows",
+    "criteo": "criteo",
+}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Features, labels float32 [B] in [0, 1], weights float32 [B] >= 0, ids int64 [B]."""
+
+    features: dict[str, torch.Tensor]
+    labels: torch.Tensor
+    weights: torch.Tensor
+    ids: torch.Tensor
+
+
+@dataclass(frozen=True)
+class EvaluationBatch(Batch):
+    """A batch with what the verdict needs: clusters, ranking groups and slices, each [B].
+
+    clusters: name -> int64 keys; the verdict takes the clustering with the largest variance.
+    groups: int64 keys of the ranking groups for GAUC, or None. slices: name -> bool; the same names
+    in every batch.
+    """
+
+    clusters: dict[str, NDArray[np.int64]]
+    groups: NDArray[np.int64] | None
+    slices: dict[str, NDArray[np.bool_]]
+
+
+@runtime_checkable
+class Workload(Protocol):
+    """What a gate trains: both arms call the same workload with the same seeds."""
+
+    name: str
+    facts: dict[str, str | int | float]
+
+    def model(self) -> nn.Module:
+        """A fresh model under torch's seeded RNG; forward(features) gives float32 logits [B]."""
+        ...
+
+    def training_batches(self, *, seed: int, steps: int, batch_size: int) -> Iterator[Batch]:
+        """Exactly `steps` batches in an order that depends on `seed` alone, never torch's RNG."""
+        ...
+
+    def evaluation_batches(self, *, batch_size: int) -> Iterator[EvaluationBatch]:
+        """The evaluation set, the same in every run."""
+        ...
+
+    def optimizer(
+        self, model: nn.Module, *, steps: int
+    ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+        """Optimizer and schedule for a run of `steps` steps."""
+        ...
+
+
+def load_workload(name_or_path: str, options: Mapping[str, Any], *, folder: Path) -> Workload:
+    """A shipped workload by name, or `file.py:function` called with the options.
+
+    Relative paths start at `folder`. Raises ExperimentError for an unknown name, function or
+    option, and DataError from the workload when its data cannot carry a gate.
+    """
+    file, _, function = name_or_path.rpartition(":")
+    if file:
+        return _checked(name_or_path, _user_function(folder / file, function), options)
+    if name_or_path not in SHIPPED:
+        raise ExperimentError(
+            f"unknown workload {name_or_path!r}; {_nearest(name_or_path, SHIPPED)}"
+        )
+    module = importlib.import_module(f"qualitygates.workloads.{SHIPPED[name_or_path]}")
+    build: Callable[..., Any] = module.build
+    return _checked(name_or_path, build, {**options, "folder": folder})
+
+
+def _user_function(path: Path, function: str) -> Callable[..., Any]:
+    if not path.is_file():
+        raise ExperimentError(f"workload file {path} does not exist")
+    try:
+        names = runpy.run_path(str(path))
+    except Exception as error:
+        raise ExperimentError(
+            f"workload file {path} cannot be run: {type(error).__name__}: {error}"
+        ) from error
+    found = names.get(function)
+    if not callable(found):
+        known = [name for name, value in names.items() if inspect.isfunction(value)]
+        raise ExperimentError(f"{path} has no function {function!r}; {_nearest(function, known)}")
+    build: Callable[..., Any] = found
+    return build
+
+
+def _checked(name: str, build: Callable[..., Any], options: Mapping[str, Any]) -> Workload:
+    known = inspect.signature(build).parameters
+    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values()):
+        for option in options:
+            if option not in known:
+                allowed = [one for one in known if one != "folder"]
+                raise ExperimentError(
+                    f"workload {name}: unknown option {option!r}; {_nearest(option, allowed)}"
+                )
+    missing = [
+        key
+        for key, p in known.items()
+        if p.default is p.empty and p.kind is p.KEYWORD_ONLY and key not in options
+    ]
+    if missing:
+        raise ExperimentError(f"workload {name}: option {missing[0]!r} is missing in [options]")
+    workload = build(**options)
+    lacking = [
+        one
+        for one in ("name", "facts", "model", "training_batches", "evaluation_batches", "optimizer")
+        if not hasattr(workload, one)
+    ]
+    if lacking:
+        raise ExperimentError(f"workload {name}: what it returned lacks {', '.join(lacking)}")
+    result: Workload = workload
+    return result
+
+
+def _nearest(name: str, known: Any) -> str:
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names) or 'none'}"
