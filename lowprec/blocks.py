@@ -135,7 +135,8 @@ def reciprocal_power(biased: torch.Tensor) -> torch.Tensor:
 
 def float_scales(amax: torch.Tensor, element: Element) -> torch.Tensor:
     """Free float32 scales amax / max, at least the smallest normal; NaN for a poisoned block."""
-    scales = (amax / element.max).clamp(min=torch.finfo(torch.float32).tiny)
+    # By a tensor: CUDA turns division by a Python number into a product with its reciprocal.
+    scales = (amax / torch.full_like(amax, element.max)).clamp(min=torch.finfo(torch.float32).tiny)
     return torch.where(amax.isfinite(), scales, torch.nan)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from .errors import GateError, RecordError
 
 EXIT_CODES: Final = {"ACCEPT": 0, "REJECT": 1, "INCONCLUSIVE": 2}
 BROKEN: Final = 3
+_WORKERS: Final = "runs at a time, one core each; default: the cores of this machine, at most 4"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -61,12 +63,17 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="train all arms, judge, write the report; resumes")
     run.add_argument("gate", type=Path, metavar="GATE.toml", help="the experiment")
     run.add_argument("--out", type=Path, metavar="DIR", help="default: gates/<name of the file>")
-    run.add_argument("--workers", type=_count, default=1, metavar="N", help="runs at a time")
+    run.add_argument("--workers", type=_count, default=_cores(), metavar="N", help=_WORKERS)
     judge = commands.add_parser("judge", help="the verdict from records alone, without torch")
     judge.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="gate folder, run files")
     report = commands.add_parser("report", help="write verdict.json, report.md, report.html anew")
     report.add_argument("folder", type=Path, metavar="DIR", help="a gate folder")
     return parser
+
+
+def _cores() -> int:
+    # More runs at a time need more memory, and the user can say so.
+    return min(os.cpu_count() or 1, 4)
 
 
 def _count(text: str) -> int:

@@ -43,10 +43,10 @@ def run(experiment: Experiment, *, out: Path, workers: int, progress: bool) -> d
     loads, both recipes fit the model. gate.json is written before the first run. Killed at any
     point, the same call resumes and gives bit-equal records. Raises GateError and LowprecError.
     """
-    facts = _check(experiment)
+    checked = _check(experiment)
     store = RunStore(out)
     promise = experiment.promise(created=datetime.now(UTC).isoformat(timespec="seconds"))
-    gate = store.write_gate({**promise, "facts": facts})
+    gate = store.write_gate({**promise, **checked})
     verdict: dict[str, Any] = {}
     for look in experiment.looks:
         jobs = _missing(experiment, store, experiment.seeds[:look])
@@ -61,13 +61,20 @@ def run(experiment: Experiment, *, out: Path, workers: int, progress: bool) -> d
 
 
 def _check(experiment: Experiment) -> dict[str, Any]:
-    """Load the workload and make both plans, so that a mistake costs seconds; returns its facts."""
+    """Load the workload and make both plans, so that a mistake costs seconds.
+
+    Returns what gate.json promises besides the experiment: the workload's facts and the decisions
+    of both recipes, so that an edited recipe file is another gate.
+    """
     workload = load_workload(experiment.workload, experiment.options, folder=experiment.folder)
     torch.manual_seed(0)
     model = workload.model()
-    for recipe in (experiment.baseline, experiment.candidate):
-        lowprec.plan(model, lowprec.load_recipe(experiment.recipe_source(recipe)))
-    return dict(workload.facts)
+    hashes = {}
+    for arm, name in (("baseline", experiment.baseline), ("candidate", experiment.candidate)):
+        recipe = lowprec.load_recipe(experiment.recipe_source(name))
+        lowprec.plan(model, recipe)
+        hashes[arm] = recipe.hash
+    return {"facts": dict(workload.facts), "recipe_hashes": hashes}
 
 
 def _missing(experiment: Experiment, store: RunStore, seeds: Sequence[int]) -> list[Job]:

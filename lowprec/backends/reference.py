@@ -18,7 +18,7 @@ from lowprec.blocks import (
     power_of_two,
     reciprocal_power,
 )
-from lowprec.formats import E4M3, Cast, Element
+from lowprec.formats import E2M1, E4M3, Cast, Element
 from lowprec.tensor import QuantizedTensor
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -95,9 +95,9 @@ def _two_level_scales(
     """NVFP4: an E4M3 scale a block under one float32 scale a tensor that fills E4M3's range."""
     tensor_amax = amax.amax() if amax.numel() else amax.new_zeros(())
     poisoned = ~tensor_amax.isfinite()
-    encode_scale = torch.where(
-        tensor_amax > 0, (E4M3.max * 6.0 / tensor_amax).clamp(max=FLOAT32_MAX), 1.0
-    )
+    # A Python number over a tensor would be reciprocal times number: two roundings.
+    widest = torch.full_like(tensor_amax, E4M3.max * E2M1.max)
+    encode_scale = torch.where(tensor_amax > 0, (widest / tensor_amax).clamp(max=FLOAT32_MAX), 1.0)
     outer = 1.0 / encode_scale
     sixth = torch.tensor(1 / 6, dtype=torch.float32, device=amax.device)
     wanted = torch.where(poisoned, 0.0, amax * (encode_scale * sixth))

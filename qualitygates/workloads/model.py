@@ -6,6 +6,7 @@ Shapes: B rows, D dense values, C categorical columns, T history entries of all 
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,8 @@ from torch import nn
 @dataclass(frozen=True)
 class Sizes:
     """Sizes of the network; `buckets` holds one table size a categorical column.
+
+    A network without dense values has `dense` = 0, one without categorical columns `buckets` = ().
 
     `history_buckets` is the table size of the history's ids, 0 for a network without history;
     `history_dense` counts the values that come with each history entry.
@@ -47,6 +50,11 @@ class LogitHead(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(inputs) * inputs**-0.5 * 0.1)
         self.bias = nn.Parameter(torch.zeros(()))
+
+    def start_at(self, rate: float) -> None:
+        """Let the first predictions be near `rate`, so that no step is spent on the mean."""
+        with torch.no_grad():
+            self.bias.fill_(math.log(rate / (1 - rate)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[B, inputs] to float32 logits [B]."""
@@ -90,15 +98,18 @@ class RankingModel(nn.Module):
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.table = nn.Embedding(sum(sizes.buckets), sizes.embedding)
-        nn.init.normal_(self.table.weight, std=0.05)
-        first = torch.tensor((0, *sizes.buckets[:-1])).cumsum(0)
+        self.table = nn.Embedding(sum(sizes.buckets), sizes.embedding) if sizes.buckets else None
+        if self.table is not None:
+            nn.init.normal_(self.table.weight, std=0.05)
+        first = torch.tensor((0, *sizes.buckets))[: len(sizes.buckets)].cumsum(0)
         self.register_buffer("first", first, persistent=False)
-        self.bottom = nn.Sequential(
-            nn.Linear(sizes.dense, 128), nn.ReLU(), PreNorm(128, 2 * sizes.embedding)
+        self.bottom = (
+            nn.Sequential(nn.Linear(sizes.dense, 128), nn.ReLU(), PreNorm(128, 2 * sizes.embedding))
+            if sizes.dense
+            else None
         )
         self.history = History(sizes) if sizes.history_buckets else None
-        parts = len(sizes.buckets) + 2 + 2 * (self.history is not None)
+        parts = len(sizes.buckets) + 2 * sum(p is not None for p in (self.bottom, self.history))
         self.project = PreNorm(parts * sizes.embedding, sizes.width)
         self.cross_norm = nn.ModuleList(nn.LayerNorm(sizes.width) for _ in range(2))
         self.cross = nn.ModuleList(nn.Linear(sizes.width, sizes.width) for _ in range(2))
@@ -109,9 +120,12 @@ class RankingModel(nn.Module):
 
     def forward(self, features: dict[str, torch.Tensor]) -> torch.Tensor:
         """Logits of a batch of any size, rows without history included."""
-        first: torch.Tensor = self.get_buffer("first")
-        embedded = self.table(features["categorical"] + first).flatten(1)
-        parts = [embedded, self.bottom(features["dense"])]
+        parts = []
+        if self.table is not None:
+            first: torch.Tensor = self.get_buffer("first")
+            parts.append(self.table(features["categorical"] + first).flatten(1))
+        if self.bottom is not None:
+            parts.append(self.bottom(features["dense"]))
         if self.history is not None:
             parts.append(self.history(features))
         start = self.project(torch.cat(parts, dim=1))

@@ -173,3 +173,15 @@ def test_subnormal_and_huge_blocks_keep_their_value(exponent: int) -> None:
         # The smallest scale is 2^-127, so nothing below quantum x 2^-127 can be kept.
         representable = 2.0**exponent >= FORMATS[name].element.quantum * 2.0**-127
         assert torch.equal(y, x) or not representable, name
+
+
+def test_nvfp4_outer_scale_is_one_true_division() -> None:
+    """fp32(2688 / amax) for many amax; the reciprocal times 2688 differs for a quarter of them."""
+    generator = torch.Generator().manual_seed(3)
+    amax = torch.rand(500, generator=generator) * 100 + 1e-3
+    exact = (2688.0 / amax.double()).float()
+    assert (exact != amax.reciprocal() * 2688).any()
+    for value, encode_scale in zip(amax, exact, strict=True):
+        q = quantize(value.reshape(1, 1), "nvfp4")
+        assert q.outer is not None
+        assert q.outer.item() == (1.0 / encode_scale).item()
