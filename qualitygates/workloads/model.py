@@ -79,7 +79,7 @@ class History(nn.Module):
         if self.values is not None:
             entries_TE = torch.relu(entries_TE + self.values(features["history_values"]))
         lengths = offsets.diff()
-        rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        rows = torch.arange(len(lengths), device=offsets.device).repeat_interleave(lengths)
         total_BE = entries_TE.new_zeros(len(lengths), entries_TE.shape[1])
         total_BE = total_BE.index_add(0, rows, entries_TE)
         mean_BE = total_BE / lengths.clamp(min=1).unsqueeze(1)
@@ -139,11 +139,16 @@ class RankingModel(nn.Module):
 def adam_with_warmup(
     model: nn.Module, *, steps: int, learning_rate: float
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """Adam; its rate rises for a tenth of the steps, then falls linearly to a twentieth."""
+    """Adam; its rate rises for a tenth of the steps, then falls along a cosine to zero.
+
+    A rate that ends above zero leaves the bias, and so the calibration, wandering to the last step.
+    """
     optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate)
     warmup = max(steps // 10, 1)
 
     def share(step: int) -> float:
-        return min((step + 1) / warmup, 1 - 0.95 * max(step - warmup, 0) / max(steps - warmup, 1))
+        if step < warmup:
+            return (step + 1) / warmup
+        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(steps - warmup, 1)))
 
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, share)

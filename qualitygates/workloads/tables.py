@@ -11,6 +11,7 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -121,9 +122,8 @@ class Chunk:
             ) from error
 
     def _not_a_number(self, name: str, column: Any) -> DataError:
-        values = column.to_pylist()
-        for row, value in enumerate(values):
-            if value is not None and not _is_number(value):
+        for row, value in enumerate(column.to_pylist()):
+            if isinstance(value, str) and not _is_number(value):
                 return DataError(
                     f"{self.where(row)}: column {name!r} = {value!r} is not a number; a missing "
                     "value is left empty"
@@ -131,13 +131,12 @@ class Chunk:
         return DataError(f"{self.path}: column {name!r} of type {column.type} is not numeric")
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(text: str) -> bool:
     try:
-        float(value)
-    except (TypeError, ValueError):
+        float(text)
+    except ValueError:
         return False
-    # Python takes 1_000 for a number, the files' readers do not.
-    return not isinstance(value, str) or "_" not in value
+    return "_" not in text  # Python takes 1_000 for a number, pyarrow does not
 
 
 def read_table(path: Path, columns: Sequence[str], layout: Layout) -> Iterator[Chunk]:
@@ -146,6 +145,8 @@ def read_table(path: Path, columns: Sequence[str], layout: Layout) -> Iterator[C
     Raises DataError for a file that is missing, a folder, empty, not UTF-8 text or Parquet, ragged,
     without a row, or without one of the columns.
     """
+    if find_spec("pyarrow") is None:
+        raise DataError("reading a table needs pyarrow: pip install 'lowprec[data]'")
     head = _head(path)
     parts = _parquet(path, columns) if head.startswith(_PARQUET) else None
     header_lines = None
