@@ -24,7 +24,7 @@ from .progress import Progress
 from .records import RunStore, content_hash
 from .report import write_report
 from .runs import execute, run_inputs
-from .workload import load_workload
+from .workload import Workload, load_workload
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def _check(experiment: Experiment) -> dict[str, Any]:
     Returns what gate.json promises besides the experiment: the workload's facts and the decisions
     of both recipes, so that an edited recipe file is another gate.
     """
-    workload = load_workload(experiment.workload, experiment.options, folder=experiment.folder)
+    workload = _load(experiment)
     torch.manual_seed(0)
     model = workload.model()
     hashes = {}
@@ -75,6 +75,10 @@ def _check(experiment: Experiment) -> dict[str, Any]:
         lowprec.plan(model, recipe)
         hashes[arm] = recipe.hash
     return {"facts": dict(workload.facts), "recipe_hashes": hashes}
+
+
+def _load(experiment: Experiment) -> Workload:
+    return load_workload(experiment.workload, experiment.options, folder=experiment.folder)
 
 
 def _missing(experiment: Experiment, store: RunStore, seeds: Sequence[int]) -> list[Job]:
@@ -156,6 +160,7 @@ def _pool(workers: int, context: Any, ticks: Any) -> Iterator[ProcessPoolExecuto
 
 _ticks: Any = None
 _parent = 0
+_workload: Workload | None = None
 
 
 def _start_worker(ticks: Any, parent: int) -> None:
@@ -166,7 +171,11 @@ def _start_worker(ticks: Any, parent: int) -> None:
 
 
 def _work(experiment: Experiment, arm: str, seed: int) -> list[dict[str, Any]]:
-    return execute(experiment, arm, seed, tick=lambda: _tick(arm, seed))
+    global _workload
+    if _workload is None:
+        # Loaded once a worker; a workload that kept state between runs would fail to pair.
+        _workload = _load(experiment)
+    return execute(experiment, arm, seed, workload=_workload, tick=lambda: _tick(arm, seed))
 
 
 def _tick(arm: str, seed: int) -> None:

@@ -30,7 +30,7 @@ from .experiment import Experiment
 from .faults import known_bad_noise, noisy, perturb_one_ulp
 from .metrics import evaluate
 from .records import content_hash
-from .workload import Batch, Workload, load_workload
+from .workload import Batch, Workload
 
 EVALUATION_FORMS: Final = ("trained", "bf16")
 EVALUATION_BATCH: Final = 8192
@@ -90,16 +90,20 @@ def run_inputs(experiment: Experiment, arm: str, seed: int) -> Record:
 
 
 def execute(
-    experiment: Experiment, arm: str, seed: int, *, tick: Callable[[], None]
+    experiment: Experiment,
+    arm: str,
+    seed: int,
+    *,
+    workload: Workload,
+    tick: Callable[[], None],
 ) -> list[Record]:
     """Train one run and return its record; a baseline run also returns the known-bad control.
 
     The control is the baseline's own model served with noisy logits, so it costs no training.
-    `tick` is called after each step. An error of the model or of the arithmetic becomes a record
-    that says so (a crashed run is a failure, never missing data); errors about the user's input
-    (GateError, LowprecError) are raised.
+    One workload may serve many runs. `tick` is called after each step. An error of the model or of
+    the arithmetic becomes a record that says so (a crashed run is a failure, never missing data);
+    errors about the user's input (GateError, LowprecError) are raised.
     """
-    workload = load_workload(experiment.workload, experiment.options, folder=experiment.folder)
     run = _Run(experiment, arm, seed, workload)
     try:
         run.train(tick)

@@ -97,7 +97,7 @@ class LabelledRows:
     def optimizer(
         self, model: nn.Module, *, steps: int
     ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-        """Adam with warmup and linear decay."""
+        """Adam with warmup and cosine decay."""
         return adam_with_warmup(model, steps=steps, learning_rate=2e-3)
 
     def training_batches(self, *, seed: int, steps: int, batch_size: int) -> Iterator[Batch]:

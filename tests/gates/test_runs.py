@@ -6,6 +6,7 @@ import pytest
 
 from qualitygates.experiment import Experiment
 from qualitygates.runs import EVALUATION_FORMS, execute, run_inputs, stream_seed
+from qualitygates.workload import load_workload
 
 FOLDER = Path(__file__).parent
 
@@ -27,7 +28,9 @@ def experiment(**changes) -> Experiment:
 
 
 def records(arm: str, seed: int = 1, **changes) -> list[dict]:
-    return execute(experiment(**changes), arm, seed, tick=lambda: None)
+    gate = experiment(**changes)
+    workload = load_workload(gate.workload, gate.options, folder=gate.folder)
+    return execute(gate, arm, seed, workload=workload, tick=lambda: None)
 
 
 def stable(record: dict) -> dict:
