@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -159,15 +161,22 @@ def _pool(workers: int, context: Any, ticks: Any) -> Iterator[ProcessPoolExecuto
 
 
 _ticks: Any = None
-_parent = 0
 _workload: Workload | None = None
 
 
 def _start_worker(ticks: Any, parent: int) -> None:
     """One thread a run: the sums, and so the bits, do not depend on the number of cores."""
-    global _ticks, _parent
-    _ticks, _parent = ticks, parent
+    global _ticks
+    _ticks = ticks
     torch.set_num_threads(1)
+    threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
+
+
+def _die_with(parent: int) -> None:
+    """A killed gate leaves nobody to take the record, and an idle worker would wait for ever."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
 
 
 def _work(experiment: Experiment, arm: str, seed: int) -> list[dict[str, Any]]:
@@ -175,11 +184,4 @@ def _work(experiment: Experiment, arm: str, seed: int) -> list[dict[str, Any]]:
     if _workload is None:
         # Loaded once a worker; a workload that kept state between runs would fail to pair.
         _workload = _load(experiment)
-    return execute(experiment, arm, seed, workload=_workload, tick=lambda: _tick(arm, seed))
-
-
-def _tick(arm: str, seed: int) -> None:
-    if os.getppid() != _parent:
-        # The gate was killed: nobody is left to take the record.
-        os._exit(1)
-    _ticks.put((arm, seed))
+    return execute(experiment, arm, seed, workload=_workload, tick=lambda: _ticks.put((arm, seed)))

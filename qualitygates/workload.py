@@ -123,7 +123,9 @@ def _checked(name: str, build: Callable[..., Any], options: Mapping[str, Any]) -
     missing = [
         key
         for key, p in known.items()
-        if p.default is p.empty and p.kind is p.KEYWORD_ONLY and key not in options
+        if p.default is p.empty
+        and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        and key not in options
     ]
     if missing:
         raise ExperimentError(f"workload {name}: option {missing[0]!r} is missing in [options]")

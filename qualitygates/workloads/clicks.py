@@ -29,9 +29,9 @@ HISTORY: Final = 16  # latest clicks that a model sees
 SPLIT: Final = 0.8
 CLUSTERS: Final = 4096
 FIRST_EVALUATION_ID: Final = 2**62  # training ids lie below
-NEW_USERS: Final = 0.1
+NEW_USERS: Final = 0.2
 _DEVICES: Final = {"phone": 0.6, "desktop": 0.3, "tablet": 0.1}
-_COUNTRIES: Final = {"A": 0.5, "B": 0.3, "C": 0.15, "D": 0.05}
+_COUNTRIES: Final = {"A": 0.4, "B": 0.3, "C": 0.2, "D": 0.1}
 _SLOTS: Final = 10
 _CLICKS: Final = 40  # most clicks that one user ever has
 _CANDIDATES: Final = 8
@@ -172,7 +172,7 @@ class Clicks:
     name = "clicks"
 
     def __init__(self, world: _World, *, evaluation_rows: int, base_rate: float) -> None:
-        self.world, self.base_rate = world, base_rate
+        self.world = world
         rng = np.random.default_rng([world.data_seed, 1])
         self.held_out = world.impressions(rng, evaluation_rows, late=True)
         self.intercept = intercept(self.held_out.score, base_rate)
@@ -197,9 +197,9 @@ class Clicks:
         }
 
     def model(self) -> nn.Module:
-        """The network; its first logit is the base rate's."""
+        """The network, about 0.5 million weights in linear layers."""
         users, items = self.world.taste.shape[0], self.world.direction.shape[0]
-        model = RankingModel(
+        return RankingModel(
             Sizes(
                 dense=self.held_out.dense.shape[1],
                 buckets=(users, items, len(_DEVICES), len(_COUNTRIES), _SLOTS, 24),
@@ -210,8 +210,6 @@ class Clicks:
                 hidden=(384, 384, 192),
             )
         )
-        model.head.start_at(self.base_rate)
-        return model
 
     def optimizer(
         self, model: nn.Module, *, steps: int

@@ -33,7 +33,7 @@ _CATEGORICAL: Final = {
     "tailnum": 4096,
     "flight": 4096,
     "carrier": 32,
-    "origin": 8,
+    "origin": 3,
     "dest": 128,
     "route": 512,
     "hour": 24,
@@ -49,6 +49,8 @@ _WEATHER: Final = (
     "pressure",
     "visib",
 )
+# By place in this list: CRC-32 puts EWR and LGA in one of 8 buckets, which would merge them.
+_ORIGINS: Final = ("EWR", "JFK", "LGA")
 _CARRIERS: Final = ("UA", "B6", "EV", "DL")
 
 Ints = NDArray[np.int64]
@@ -81,9 +83,7 @@ class Flights:
         self.legs = _legs(flights)
         self.day, self.origin = flights["day"], self.categorical[:, 3]
         self.aircraft = self.categorical[:, 0]
-        self.slices = {
-            f"origin={name}": flights["origin"] == name for name in ("EWR", "JFK", "LGA")
-        }
+        self.slices = {f"origin={name}": flights["origin"] == name for name in _ORIGINS}
         self.slices |= {f"carrier={name}": flights["carrier"] == name for name in _CARRIERS}
         self.slices["before noon"] = flights["hour"] < 12
         self.facts: dict[str, str | int | float] = {
@@ -179,6 +179,8 @@ def _load() -> Columns:
     ):
         flights = read(file)
     weather, planes = read(folder / "weather.csv"), read(folder / "planes.csv")
+    # Whether a flight is cancelled is not known an hour ahead, so it counts as scheduled.
+    flights["departures_an_hour"] = _departures_an_hour(flights)
     flown = np.isfinite(flights["dep_delay"])
     cancelled = int((~flown).sum())
     flights = {name: column[flown] for name, column in flights.items()}
@@ -230,12 +232,13 @@ def _categorical(flights: Columns) -> Ints:
         "tailnum": flights["tailnum"],
         "flight": np.char.add(flights["carrier"], flights["flight"].astype(np.int64).astype(str)),
         "carrier": flights["carrier"],
-        "origin": flights["origin"],
         "dest": flights["dest"],
         "route": np.char.add(flights["origin"], flights["dest"]),
     }
-    columns = [_hashed(text, _CATEGORICAL[name]) for name, text in texts.items()]
-    return np.stack([*columns, flights["hour"].astype(np.int64) % 24, weekday], axis=1)
+    columns = {name: _hashed(text, _CATEGORICAL[name]) for name, text in texts.items()}
+    columns |= {"origin": _origin(flights), "weekday": weekday}
+    columns["hour"] = flights["hour"].astype(np.int64) % 24
+    return np.stack([columns[name] for name in _CATEGORICAL], axis=1)
 
 
 def _hashed(texts: NDArray[Any], buckets: int) -> Ints:
@@ -257,7 +260,7 @@ def _dense(flights: Columns, training: Ints) -> Floats:
         np.log(flights["distance"]),
         np.sin(clock),
         np.cos(clock),
-        _departures_an_hour(flights),
+        flights["departures_an_hour"],
         *_recent_delays(flights),
     ]
     table = np.stack(values, axis=1)
@@ -270,10 +273,14 @@ def _dense(flights: Columns, training: Ints) -> Floats:
 
 
 def _departures_an_hour(flights: Columns) -> Ints:
-    """Scheduled departures of the same airport in the same hour."""
-    keys = flights["time_hour"] * 8 + _hashed(flights["origin"], 8)
+    """Scheduled departures of the same airport in the same hour, cancelled ones included."""
+    keys = flights["time_hour"] * 8 + _origin(flights)
     _, inverse, counts = np.unique(keys, return_inverse=True, return_counts=True)
     return counts[inverse]
+
+
+def _origin(flights: Columns) -> Ints:
+    return np.searchsorted(_ORIGINS, flights["origin"])
 
 
 def _recent_delays(flights: Columns) -> list[NDArray[np.float64]]:

@@ -6,7 +6,6 @@ Shapes: B rows, D dense values, C categorical columns, T history entries of all 
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import dataclass
 
 import torch
@@ -50,11 +49,6 @@ class LogitHead(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(inputs) * inputs**-0.5 * 0.1)
         self.bias = nn.Parameter(torch.zeros(()))
-
-    def start_at(self, rate: float) -> None:
-        """Let the first predictions be near `rate`, so that no step is spent on the mean."""
-        with torch.no_grad():
-            self.bias.fill_(math.log(rate / (1 - rate)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[B, inputs] to float32 logits [B]."""

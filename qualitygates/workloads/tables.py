@@ -45,7 +45,7 @@ class Layout:
 class Chunk:
     """Consecutive rows of one file; `columns` holds pyarrow arrays, `first` the first row's number.
 
-    Rows count from 0; `line` is where a row stands in a text file, None in a Parquet file.
+    Rows count from 0; `header_lines` of a text file stand above them, None marks a Parquet file.
     """
 
     path: Path
@@ -69,9 +69,7 @@ class Chunk:
 
     def numbers(self, name: str) -> NDArray[np.float64]:
         """The column as float64 [rows], NaN where it is empty; DataError for other text."""
-        import pyarrow as arrow
-        import pyarrow.compute as compute
-
+        arrow, compute = _pyarrow()
         column = self.columns[name]
         if arrow.types.is_string(column.type):
             column = compute.utf8_trim_whitespace(column)
@@ -92,9 +90,7 @@ class Chunk:
 
     def texts(self, name: str) -> Any:
         """The column as a pyarrow string array without nulls: an empty value is ""."""
-        import pyarrow as arrow
-        import pyarrow.compute as compute
-
+        arrow, compute = _pyarrow()
         column = self.columns[name]
         if not arrow.types.is_string(column.type):
             column = self._cast_to_text(name, column)
@@ -102,17 +98,14 @@ class Chunk:
 
     def equal(self, name: str, value: str) -> NDArray[np.bool_]:
         """Where the column's text is `value`, bool [rows]."""
-        import pyarrow.compute as compute
-
+        _, compute = _pyarrow()
         same: NDArray[np.bool_] = compute.equal(self.texts(name), value).to_numpy(
             zero_copy_only=False
         )
         return same
 
     def _cast_to_text(self, name: str, column: Any) -> Any:
-        import pyarrow as arrow
-        import pyarrow.compute as compute
-
+        arrow, compute = _pyarrow()
         try:
             return compute.cast(column, arrow.string())
         except (arrow.ArrowInvalid, arrow.ArrowNotImplementedError) as error:
@@ -129,6 +122,14 @@ class Chunk:
                     "value is left empty"
                 )
         return DataError(f"{self.path}: column {name!r} of type {column.type} is not numeric")
+
+
+def _pyarrow() -> tuple[Any, Any]:
+    """pyarrow and its functions on arrays, imported when a table is first read."""
+    import pyarrow as arrow
+    import pyarrow.compute as compute
+
+    return arrow, compute
 
 
 def _is_number(text: str) -> bool:

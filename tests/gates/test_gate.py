@@ -130,14 +130,15 @@ def test_planted_harm_of_twice_the_margin_is_rejected(finished, tmp_path: Path) 
     assert verdict["metrics"]["trained/ne"]["lower"] > 0.005
 
 
-def test_killed_anywhere_and_resumed_it_is_bit_equal(finished, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [1, pytest.param(5, marks=pytest.mark.slow)])
+def test_killed_anywhere_and_resumed_it_is_bit_equal(finished, tmp_path: Path, kills: int) -> None:
     path, out, verdict = finished
     resumed = tmp_path / "out"
     command = [sys.executable, "-m", "qualitygates", "run", str(path), "--out", str(resumed)]
-    moments = random.Random(5)
+    moments = random.Random(kills)
     env = {**os.environ, "PYTHONPATH": str(FOLDER.parents[1]), "OMP_NUM_THREADS": "1"}
     killed = 0
-    for _ in range(2):
+    for _ in range(kills):
         process = subprocess.Popen(
             [*command, "--workers", "2"],
             env=env,
@@ -150,19 +151,31 @@ def test_killed_anywhere_and_resumed_it_is_bit_equal(finished, tmp_path: Path) -
             if process.poll() is not None:
                 break
         # Bounded: a moment inside the next run, not before the first one is on disk.
-        threading_free_wait(moments.random() * 0.3)
+        wait(moments.random() * 0.3)
         killed += process.poll() is None
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-    assert killed == 2
+        assert workers_are_gone(process.pid)
+    assert killed == kills
     assert run_gate(path, resumed) == verdict
     assert contents(resumed) == contents(out)
 
 
-def threading_free_wait(seconds: float) -> None:
+def wait(seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         pass
+
+
+def workers_are_gone(group: int) -> bool:
+    """True when no process of the killed gate's group is left, after at most 10 seconds."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return True
+    return False
 
 
 @pytest.mark.parametrize("workers", [1])

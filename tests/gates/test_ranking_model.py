@@ -156,14 +156,6 @@ def test_a_plan_has_every_linear_layer() -> None:
         assert "bf16" not in products, name
 
 
-def test_the_first_predictions_can_be_set() -> None:
-    model = RankingModel(SIZES)
-    model.head.start_at(0.02)
-    with torch.no_grad():
-        rates = torch.sigmoid(model(features([1] * 200)))
-    assert float(rates.mean()) == pytest.approx(0.02, rel=0.2)
-
-
 @pytest.mark.parametrize("steps", [1, 2, 7, 200])
 def test_the_rate_rises_then_falls(steps: int) -> None:
     model = nn.Linear(2, 1)

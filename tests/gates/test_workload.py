@@ -27,6 +27,9 @@ def anything(**options):
 def positional(rows=3):
     return Own(rows)
 
+def required(rows):
+    return Own(rows)
+
 def broken(*, rows=1):
     raise RuntimeError("the database is down")
 
@@ -110,3 +113,9 @@ def test_every_shipped_workload_can_be_built(folder: Path) -> None:
         files = {"train": "a.csv", "evaluate": "b.csv"}
         with pytest.raises(DataError, match=r"b\.csv does not exist"):
             load(folder, name, **files, **options)
+
+
+def test_a_required_option_may_be_positional(folder: Path) -> None:
+    assert load(folder, "own.py:required", rows=4).rows == 4
+    with pytest.raises(ExperimentError, match="'rows' is missing"):
+        load(folder, "own.py:required")

@@ -68,9 +68,10 @@ def test_labels_are_drawn_from_the_probabilities(workload: Clicks) -> None:
 def test_defaults_carry_a_gate() -> None:
     workload = build(folder=None)
     assert int(workload.facts["clicks, evaluation"]) >= 1000
-    assert float(workload.facts["Bayes NE, expected"]) < 0.9
+    # As docs/workloads.md says.
+    assert workload.facts["Bayes NE, expected"] == pytest.approx(0.8072, abs=5e-5)
     for name, member in workload.slices.items():
-        assert workload.labels[member].sum() > 50, name
+        assert workload.labels[member].sum() >= 200, name
 
 
 def test_the_intercept_gives_the_base_rate() -> None:
@@ -158,8 +159,6 @@ def test_the_model_learns(workload: Clicks) -> None:
     model = workload.model()
     assert isinstance(model, RankingModel)
     batch = one(workload.training_batches(seed=1, steps=1, batch_size=500))
-    with torch.no_grad():
-        assert float(torch.sigmoid(model(batch.features)).mean()) == pytest.approx(0.02, rel=0.3)
     optimizer, schedule = workload.optimizer(model, steps=15)
     losses = []
     for _ in range(15):

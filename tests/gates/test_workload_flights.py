@@ -3,13 +3,14 @@
 import csv
 import io
 import math
+import sys
 import zipfile
 import zlib
 from datetime import datetime
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -21,7 +22,24 @@ from qualitygates.workloads import flights
 from qualitygates.workloads.flights import LEGS, Flights
 
 CHECKED = 200
-Raw = dict[str, Any]
+
+
+class Raw(NamedTuple):
+    """One line of the raw file; `at` is the scheduled departure in minutes since 1970 UTC."""
+
+    month: int
+    day: int
+    hour: int
+    at: int
+    dep_delay: float
+    arr_delay: float
+    air_time: float
+    carrier: str
+    flight: str
+    tailnum: str
+    origin: str
+    dest: str
+    time_hour: str
 
 
 @pytest.fixture(scope="module")
@@ -42,29 +60,36 @@ def data_folder() -> Path:
     return Path(spec.submodule_search_locations[0]) / "data"
 
 
-@cache
+@pytest.fixture(scope="module")
 def raw_flights() -> list[Raw]:
-    """The flights that departed, as text, with `at`: scheduled minutes since 1970 UTC."""
+    """The flights that departed."""
     with zipfile.ZipFile(data_folder() / "flights.csv.zip") as archive:
         text = archive.read("flights.csv").decode()
-    rows = [row for row in csv.DictReader(io.StringIO(text)) if row["dep_delay"] != "NA"]
+    rows = []
     minutes: dict[str, int] = {}
-    for row in rows:
-        hour = row["time_hour"]
+    for line in csv.DictReader(io.StringIO(text)):
+        if line["dep_delay"] == "NA":
+            continue
+        hour = sys.intern(line["time_hour"])
         if hour not in minutes:
             minutes[hour] = int(datetime.fromisoformat(hour).timestamp()) // 60
-        row["at"] = minutes[hour] + int(row["minute"])
+        numbers = (float(line[n].replace("NA", "nan")) for n in Raw._fields[4:7])
+        texts = (sys.intern(line[n]) for n in Raw._fields[7:12])
+        whole = (int(line[n]) for n in Raw._fields[:3])
+        rows.append(Raw(*whole, minutes[hour] + int(line["minute"]), *numbers, *texts, hour))
     return rows
 
 
 def raw_key(row: Raw) -> tuple[Any, ...]:
-    return row["at"], row["origin"], row["carrier"], int(row["flight"]), row["tailnum"]
+    return row.at, row.origin, row.carrier, int(row.flight), row.tailnum
 
 
 @pytest.fixture(scope="module")
-def picked(columns: dict[str, Any], workload: Flights) -> list[tuple[int, Raw]]:
+def picked(
+    columns: dict[str, Any], workload: Flights, raw_flights: list[Raw]
+) -> list[tuple[int, Raw]]:
     """Some rows of the workload with their lines of the raw file."""
-    by_key = {raw_key(row): row for row in raw_flights()}
+    by_key = {raw_key(row): row for row in raw_flights}
     kept = np.concatenate([workload.training, workload.held_out])
     rows = np.random.default_rng(0).choice(kept, CHECKED, replace=False).tolist()
     names = ("scheduled", "origin", "carrier", "flight", "tailnum")
@@ -75,8 +100,10 @@ def picked(columns: dict[str, Any], workload: Flights) -> list[tuple[int, Raw]]:
     return found
 
 
-def test_what_the_data_are(columns: dict[str, Any], workload: Flights) -> None:
-    assert len(columns["month"]) == len(raw_flights()) == 328_521
+def test_what_the_data_are(
+    columns: dict[str, Any], workload: Flights, raw_flights: list[Raw]
+) -> None:
+    assert len(columns["month"]) == len(raw_flights) == 328_521
     facts = workload.facts
     assert "not click data" in str(facts["data"])
     assert facts["cancelled flights left out"] == 336_776 - 328_521
@@ -92,29 +119,29 @@ def test_labels_and_months(workload: Flights, picked: list[tuple[int, Raw]]) -> 
     trained, held = set(workload.training.tolist()), set(workload.held_out.tolist())
     assert not trained & held
     for row, raw in picked:
-        assert workload.labels[row] == (float(raw["dep_delay"]) > 15)
-        assert (row in trained) == (int(raw["month"]) <= 9)
-        assert (row in held) == (int(raw["month"]) >= 10)
-        date = datetime(2013, int(raw["month"]), int(raw["day"]))
+        assert workload.labels[row] == (raw.dep_delay > 15)
+        assert (row in trained) == (raw.month <= 9)
+        assert (row in held) == (raw.month >= 10)
+        date = datetime(2013, raw.month, raw.day)
         assert workload.day[row] == date.timetuple().tm_yday - 1
 
 
 def test_categories(workload: Flights, picked: list[tuple[int, Raw]]) -> None:
     for row, raw in picked:
-        tail = "" if raw["tailnum"] == "NA" else raw["tailnum"]
+        tail = "" if raw.tailnum == "NA" else raw.tailnum
         texts = [
             (tail, 4096),
-            (raw["carrier"] + raw["flight"], 4096),
-            (raw["carrier"], 32),
-            (raw["origin"], 8),
-            (raw["dest"], 128),
-            (raw["origin"] + raw["dest"], 512),
+            (raw.carrier + raw.flight, 4096),
+            (raw.carrier, 32),
+            (raw.dest, 128),
+            (raw.origin + raw.dest, 512),
         ]
         wanted = [zlib.crc32(text.encode()) % size for text, size in texts]
-        date = datetime(2013, int(raw["month"]), int(raw["day"]))
+        wanted.insert(3, ["EWR", "JFK", "LGA"].index(raw.origin))
+        date = datetime(2013, raw.month, raw.day)
         assert workload.categorical[row].tolist() == [
             *wanted,
-            int(raw["hour"]) % 24,
+            raw.hour % 24,
             date.weekday(),
         ]
 
@@ -123,49 +150,66 @@ def legs_before(raw: Raw, same_aircraft: list[Raw]) -> list[Raw]:
     """The legs that had landed an hour before the scheduled departure, latest first, at most 8."""
     known = []
     for leg in same_aircraft:
-        if leg["air_time"] == "NA" or leg["arr_delay"] == "NA" or leg["at"] >= raw["at"]:
+        if math.isnan(leg.air_time + leg.arr_delay) or leg.at >= raw.at:
             continue
-        landed = leg["at"] + float(leg["dep_delay"]) + float(leg["air_time"])
-        if landed <= raw["at"] - 60:
+        landed = leg.at + leg.dep_delay + leg.air_time
+        if landed <= raw.at - 60:
             known.append(leg)
-    return sorted(known, key=lambda leg: leg["at"], reverse=True)[:LEGS]
+    return sorted(known, key=lambda leg: leg.at, reverse=True)[:LEGS]
 
 
 def test_history_holds_the_latest_landed_legs_and_no_other(
-    workload: Flights, picked: list[tuple[int, Raw]]
+    workload: Flights, picked: list[tuple[int, Raw]], raw_flights: list[Raw]
 ) -> None:
-    tails = {raw["tailnum"] for _, raw in picked} - {"NA"}
+    tails = {raw.tailnum for _, raw in picked} - {"NA"}
     by_tail: dict[str, list[Raw]] = {tail: [] for tail in tails}
-    for raw in raw_flights():
-        if raw["tailnum"] in tails:
-            by_tail[raw["tailnum"]].append(raw)
+    for raw in raw_flights:
+        if raw.tailnum in tails:
+            by_tail[raw.tailnum].append(raw)
     lengths = set()
     for row, raw in picked:
-        legs = legs_before(raw, by_tail.get(raw["tailnum"], []))
+        legs = legs_before(raw, by_tail.get(raw.tailnum, []))
         lengths.add(len(legs))
         assert workload.legs["count"][row] == len(legs)
         for number, leg in enumerate(legs):
-            dest = zlib.crc32(leg["dest"].encode()) % 128
+            dest = zlib.crc32(leg.dest.encode()) % 128
             assert workload.legs["dest"][row, number] == dest
-            delays = [min(max(float(leg[k]), -60), 240) / 60 for k in ("dep_delay", "arr_delay")]
-            age = math.log1p((raw["at"] - leg["at"]) / 1440)
-            wanted = [*delays, float(leg["dep_delay"]) > 15, age]
+            delays = [min(max(d, -60), 240) / 60 for d in (leg.dep_delay, leg.arr_delay)]
+            age = math.log1p((raw.at - leg.at) / 1440)
+            wanted = [*delays, leg.dep_delay > 15, age]
             np.testing.assert_allclose(workload.legs["values"][row, number], wanted, rtol=1e-5)
     assert {0, LEGS} < lengths
 
 
+def test_a_leg_counts_from_the_minute_it_is_known() -> None:
+    scheduled = np.array([0, 100, 400, 401, 1000])
+    columns = {
+        "tailnum": np.array(["N1"] * 5),
+        "dest": np.array(["BOS", "ATL", "MIA", "ORD", "LAX"]),
+        "scheduled": scheduled,
+        "dep_delay": np.array([0.0, 20.0, 0.0, 0.0, 0.0]),
+        # The second flight lands at 340, 60 minutes before the third and 61 before the fourth.
+        "air_time": np.array([50.0, 220.0, 30.0, 30.0, 60.0]),
+        # The third was diverted: it never arrived as planned.
+        "arr_delay": np.array([5.0, 6.0, np.nan, 8.0, 9.0]),
+    }
+    assert flights._legs(columns)["count"].tolist() == [0, 0, 2, 2, 3]
+    later = columns | {"air_time": columns["air_time"] + np.array([0, 1, 0, 0, 0])}
+    assert flights._legs(later)["count"].tolist() == [0, 0, 1, 2, 3]
+
+
 def test_recent_delays_use_departures_an_hour_old_or_older(
-    columns: dict[str, Any], picked: list[tuple[int, Raw]]
+    columns: dict[str, Any], picked: list[tuple[int, Raw]], raw_flights: list[Raw]
 ) -> None:
     mean, late = flights._recent_delays(columns)
     by_origin: dict[str, list[tuple[float, float]]] = {}
-    for raw in raw_flights():
-        delay = float(raw["dep_delay"])
-        by_origin.setdefault(raw["origin"], []).append((raw["at"] + delay, delay))
+    for raw in raw_flights:
+        delay = raw.dep_delay
+        by_origin.setdefault(raw.origin, []).append((raw.at + delay, delay))
     for row, raw in picked[:40]:
-        known = raw["at"] - 60
+        known = raw.at - 60
         # Departures before the moment of knowledge, within the two hours up to it.
-        recent = [d for left, d in by_origin[raw["origin"]] if known - 120 <= left < known]
+        recent = [d for left, d in by_origin[raw.origin] if known - 120 <= left < known]
         if not recent:
             assert math.isnan(mean[row])
             continue
@@ -185,8 +229,8 @@ def test_weather_is_of_the_hour_before(
     temperature = columns["temp"][workload.training]
     centre, spread = np.nanmean(temperature), np.nanstd(temperature)
     for row, raw in picked:
-        hour = datetime.fromisoformat(raw["time_hour"]).timestamp() - 3600
-        report = reports.get((raw["origin"], hour), {})
+        hour = datetime.fromisoformat(raw.time_hour).timestamp() - 3600
+        report = reports.get((raw.origin, hour), {})
         for name in ("temp", "humid", "wind_speed", "precip", "visib", "pressure"):
             text = report.get(name, "NA")
             wanted = math.nan if text == "NA" else float(text)
