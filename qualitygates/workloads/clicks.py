@@ -197,7 +197,7 @@ class Clicks:
         }
 
     def model(self) -> nn.Module:
-        """The network, about 0.5 million weights in linear layers."""
+        """The network, about 0.4 million weights in linear layers."""
         users, items = self.world.taste.shape[0], self.world.direction.shape[0]
         return RankingModel(
             Sizes(

@@ -78,7 +78,7 @@ class LabelledRows:
             self.facts[f"clusters by {cluster}"] = len(np.unique(ids))
 
     def model(self) -> nn.Module:
-        """The network, about 0.5 million weights in linear layers beside the embeddings."""
+        """The network, about 0.4 million weights in linear layers beside the embeddings."""
         schema = self.schema
         return RankingModel(
             Sizes(

@@ -6,6 +6,7 @@ Shapes: B rows, D dense values, C categorical columns, T history entries of all 
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 
 import torch
