@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from lowprec.coverage import left_alone_because
+from lowprec.coverage import left_alone_because, linear_layers
 from lowprec.errors import PlanError
-from lowprec.nn import REPLACEMENTS, Linear
-from lowprec.planning import Plan
+from lowprec.nn import REPLACEMENTS, Linear, Products
+from lowprec.planning import LayerPlan, Plan
 
 
 def apply(model: torch.nn.Module, plan: Plan) -> torch.nn.Module:
@@ -19,45 +19,60 @@ def apply(model: torch.nn.Module, plan: Plan) -> torch.nn.Module:
     state_dict are untouched. Everything is checked before anything is changed. Raises PlanError
     when the model is not the one that the plan was made for, or is already converted.
     """
-    modules = dict(model.named_modules(remove_duplicate=False))
+    if not isinstance(plan, Plan):
+        raise PlanError(f"apply takes a plan, not {plan!r}; make one with lowprec.plan")
+    found = {name: (module, parent) for name, module, parent, _ in linear_layers(model)}
+    planned = {layer.name for layer in plan.layers}
+    for name in found:
+        if name not in planned:
+            raise PlanError(f"the model has a linear layer {name!r} that the plan does not know")
     covered = []
     for layer in plan.layers:
-        if not layer.converted:
-            continue
-        module = modules.get(layer.name)
-        if module is None:
-            raise PlanError(f"the plan names layer {layer.name!r}, which this model does not have")
-        if isinstance(module, Linear):
-            raise PlanError(f"layer {layer.name!r} is already converted; lowprec.restore(model)")
-        if not isinstance(module, torch.nn.Linear):
-            kind = type(module).__qualname__
-            raise PlanError(f"layer {layer.name!r} is a {kind} now, not an nn.Linear")
-        reason = left_alone_because(module, parent=_parent(modules, layer.name))
-        if reason:
-            raise PlanError(f"layer {layer.name!r} can no longer be converted: {reason}")
-        shape = (module.out_features, module.in_features)
-        if shape != layer.shape:
+        if layer.name not in found:
             raise PlanError(
-                f"layer {layer.name!r} is {shape[0]} x {shape[1]} (N x K), "
-                f"the plan was made for {layer.shape[0]} x {layer.shape[1]}"
+                f"the plan names layer {layer.name!r}, which this model does not have as a linear "
+                "layer of its own"
             )
-        covered.append((module, layer))
+        if layer.converted:
+            module, parent = found[layer.name]
+            _check(layer, module, parent)
+            covered.append((module, layer))
     for module, layer in covered:
         ours: Any = REPLACEMENTS[type(module)]
         module.__class__ = ours
-        ours.install(module, layer.policy, layer.backends)
+        module.__dict__["lowprec_products"] = Products(layer.policy, layer.backends)
+        module.__dict__["lowprec_applied"] = True
     return model
 
 
-def _parent(modules: dict[str, torch.nn.Module], name: str) -> torch.nn.Module:
-    return modules[name.rpartition(".")[0]] if name else modules[""]
+def _check(layer: LayerPlan, module: torch.nn.Linear, parent: torch.nn.Module) -> None:
+    if isinstance(module, Linear):
+        raise PlanError(f"layer {layer.name!r} is already converted; lowprec.restore(model)")
+    if reason := left_alone_because(module, parent=parent):
+        raise PlanError(f"layer {layer.name!r} can no longer be converted: {reason}")
+    shape = (module.out_features, module.in_features)
+    if shape != layer.shape:
+        raise PlanError(
+            f"layer {layer.name!r} is {shape[0]} x {shape[1]} (N x K), "
+            f"the plan was made for {layer.shape[0]} x {layer.shape[1]}"
+        )
 
 
 def restore(model: torch.nn.Module) -> torch.nn.Module:
-    """Turn every wrapped layer back into its torch class, in place, and return the same model."""
+    """Turn every layer that `apply` wrapped back into its torch class, in place.
+
+    Layers built as lowprec.Linear by hand stay. Raises PlanError, with nothing changed, for a
+    wrapped layer whose class was changed afterwards (a parametrization, for example).
+    """
     originals: dict[Any, Any] = {ours: theirs for theirs, ours in REPLACEMENTS.items()}
-    for module in model.modules():
-        if isinstance(module, Linear):
-            module.uninstall()
-            module.__class__ = originals[Linear]
+    wrapped = [(n, m) for n, m in model.named_modules() if "lowprec_applied" in m.__dict__]
+    wrapped = [(name, module) for name, module in wrapped if module.lowprec_applied]
+    for name, module in wrapped:
+        if type(module) not in originals:
+            raise PlanError(
+                f"layer {name!r} became a {type(module).__qualname__} after apply; undo that first"
+            )
+    for _, module in wrapped:
+        del module.lowprec_products, module.lowprec_applied
+        module.__class__ = originals[type(module)]
     return model

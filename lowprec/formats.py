@@ -218,11 +218,11 @@ class Cast:
     @classmethod
     def parse(cls, text: str) -> Cast:
         """Read `FORMAT` or `FORMAT:RULE`; raises UnsupportedError with the nearest known name."""
-        name, _, rule = text.strip().partition(":")
+        name, colon, rule = text.strip().partition(":")
         if name not in FORMATS:
             raise UnsupportedError(f"unknown format {name!r}; {nearest_names(name, FORMATS)}")
         fmt = FORMATS[name]
-        if not rule:
+        if not colon:
             return cls(fmt, fmt.scale_rules[0])
         if rule not in list(ScaleRule):
             raise UnsupportedError(

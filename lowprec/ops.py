@@ -30,6 +30,11 @@ def quantize(
     unknown format, a missing axis, or a dtype that is not floating.
     """
     cast = Cast.parse(cast) if isinstance(cast, str) else cast
+    if not isinstance(cast, Cast) or not isinstance(x, torch.Tensor):
+        raise UnsupportedError(
+            "quantize takes a tensor and a Cast or its text such as 'mxfp8'; "
+            f"got {type(x).__qualname__} and {cast!r}"
+        )
     if x.dtype not in FLOATS:
         raise UnsupportedError(
             f"quantize to {cast}: x is {x.dtype}, not one of {', '.join(map(str, FLOATS))}"
@@ -42,6 +47,8 @@ def quantize(
 
 def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Values of a quantized tensor: code x scale (x outer), in `dtype`, shape of the source."""
+    if not isinstance(q, QuantizedTensor):
+        raise UnsupportedError(f"dequantize takes a QuantizedTensor, not {type(q).__qualname__}")
     return MODULES["reference"].dequantize(q, dtype=dtype)  # type: ignore[no-any-return]
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from lowprec.backends import GemmBackends, choose_gemm
 from lowprec.coverage import Uncovered, left_alone_because, linear_layers, tied_names, uncovered
-from lowprec.errors import PlanError
+from lowprec.errors import PlanError, UnsupportedError
 from lowprec.formats import ALL, nearest_names
 from lowprec.hardware import Hardware, current, named
 from lowprec.matching import deciding_rules
@@ -28,7 +28,8 @@ SCHEMA: Final = 1
 class LayerPlan:
     """One linear layer: shape (N, K), policy, backend of each product, and the reasons.
 
-    `converted` is False for a layer that keeps its torch class and runs as it always did.
+    `converted` is False for a layer that keeps its torch class and runs as it always did. `notes`
+    are facts about the layer, `reasons` say why its policy is not simply what the rule asked.
     """
 
     name: str
@@ -37,7 +38,13 @@ class LayerPlan:
     backends: Mapping[str, GemmBackends]
     converted: bool
     rule: str
+    notes: tuple[str, ...]
     reasons: tuple[str, ...]
+
+    @property
+    def why(self) -> str:
+        """Rule, notes and reasons in one line."""
+        return "; ".join(filter(None, (self.rule, *self.notes, *self.reasons)))
 
     @property
     def flops_per_row(self) -> int:
@@ -64,8 +71,8 @@ class Plan:
     @property
     def hash(self) -> str:
         """SHA-256 of every decision: names, shapes, precisions, backends, hardware."""
-        decisions = [self.hardware.name, [layer.decisions() for layer in self.layers]]
-        return hashlib.sha256(json.dumps(decisions).encode()).hexdigest()
+        hardware = dataclasses.astuple(self.hardware)
+        return _sha256([hardware, [layer.decisions() for layer in self.layers]])
 
     @property
     def quantized_share(self) -> float:
@@ -97,8 +104,10 @@ class Plan:
         """The same plan with another policy for one layer, and the reason for it."""
         old = self.layer(name)
         if not old.converted:
-            raise PlanError(f"layer {name!r} cannot be converted: {'; '.join(old.reasons)}")
-        new = _layer_plan(name, old.shape, policy, self.hardware, rule="set by hand", notes=[why])
+            raise PlanError(f"layer {name!r} cannot be converted: {old.why}")
+        new = _layer_plan(
+            name, old.shape, policy, self.hardware, rule=f"set by hand: {why}", notes=old.notes
+        )
         layers = tuple(new if layer is old else layer for layer in self.layers)
         return dataclasses.replace(self, layers=layers)
 
@@ -107,6 +116,8 @@ class Plan:
         mine = {layer.name: layer for layer in self.layers}
         theirs = {layer.name: layer for layer in other.layers}
         lines = []
+        if self.hardware != other.hardware:
+            lines.append(f"hardware: {self.hardware} -> {other.hardware}")
         for name in sorted(mine.keys() | theirs.keys()):
             a, b = mine.get(name), theirs.get(name)
             if a is None or b is None:
@@ -125,6 +136,7 @@ class Plan:
                 "backends": {n: dataclasses.asdict(b) for n, b in layer.backends.items()},
                 "converted": layer.converted,
                 "rule": layer.rule,
+                "notes": list(layer.notes),
                 "reasons": list(layer.reasons),
             }
             for layer in self.layers
@@ -136,30 +148,30 @@ class Plan:
             "hardware": dataclasses.asdict(self.hardware),
             "layers": layers,
             "uncovered": [dataclasses.asdict(entry) for entry in self.uncovered],
-            "hash": self.hash,
         }
-        return json.dumps(data, indent=1)
+        return json.dumps({**data, "checksum": _sha256(data)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read a stored plan; raises PlanError when it is damaged or its hash does not fit."""
+        """Read a stored plan; raises PlanError when it is damaged, edited or of another schema."""
         try:
             data = json.loads(text)
+            checksum, schema = data.pop("checksum"), data["schema"]
+            if checksum != _sha256(data):
+                raise PlanError("stored plan was changed: its checksum does not fit its content")
+            if schema != SCHEMA:
+                raise PlanError(f"stored plan has schema {schema!r}; this version reads {SCHEMA}")
             hardware = data["hardware"]
             capability = hardware["capability"] and tuple(hardware["capability"])
-            plan_ = cls(
+            return cls(
                 recipe=data["recipe"],
                 recipe_hash=data["recipe_hash"],
                 hardware=Hardware(hardware["name"], hardware["device"], capability),
                 layers=tuple(_read_layer(layer) for layer in data["layers"]),
                 uncovered=tuple(Uncovered(**entry) for entry in data["uncovered"]),
             )
-            stored = data["hash"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, UnsupportedError) as error:
             raise PlanError(f"stored plan cannot be read: {error!r}") from error
-        if stored != plan_.hash:
-            raise PlanError("stored plan was changed: its hash does not fit its content")
-        return plan_
 
     def __str__(self) -> str:
         rows = [
@@ -168,7 +180,7 @@ class Plan:
                 f"{layer.shape[0]}x{layer.shape[1]}",
                 *(str(product) for _, product in layer.policy.items()),
                 _backend_text(layer),
-                "; ".join((layer.rule, *layer.reasons)) if layer.rule else "; ".join(layer.reasons),
+                layer.why,
             ]
             for layer in self.layers
         ]
@@ -190,11 +202,17 @@ def plan(model: nn.Module, recipe: Recipe, *, hardware: Hardware | str | None = 
 
     hardware: facts, a known name, or None for this machine. The same inputs give the same plan; a
     model on the meta device is enough. Raises PlanError when the model is already converted, when a
-    rule matches nothing or decides nothing, and when a quantizing recipe would quantize nothing.
+    rule matches nothing or decides nothing, and when a quantizing recipe or one of its quantizing
+    rules would quantize nothing.
     """
+    if not isinstance(model, nn.Module) or not isinstance(recipe, Recipe):
+        raise PlanError(
+            "plan takes a torch.nn.Module and a recipe from lowprec.load_recipe; got "
+            f"{type(model).__qualname__} and {type(recipe).__qualname__}"
+        )
     hardware = named(hardware) if isinstance(hardware, str) else hardware or current()
     for name, module in model.named_modules():
-        if type(module).__module__.startswith("lowprec.nn"):
+        if module.__dict__.get("lowprec_applied"):
             raise PlanError(f"layer {name!r} is already converted; call lowprec.restore(model)")
     found = list(linear_layers(model))
     decided = deciding_rules(recipe, {name: aliases for name, _, _, aliases in found})
@@ -207,20 +225,37 @@ def plan(model: nn.Module, recipe: Recipe, *, hardware: Hardware | str | None = 
         reason = left_alone_because(module, parent=parent)
         if reason is None and index is None:
             reason = "no rule matches it"
-        if reason is not None or index is None:
-            reasons = (f"left as it is: {reason}",)
-            layers.append(LayerPlan(name, shape, ALL_BF16, {}, False, rule, reasons))
-            continue
+        if reason is None and 1 in shape:
+            side = "N=1 head" if shape[0] == 1 else "K=1 input"
+            reason = f"{side}: a vector product has no low-precision gain"
         notes = [f"also registered as {', '.join(aliases[1:])}"] if aliases[1:] else []
         tied = [n for n in ties.get(id(module.weight), []) if n.rpartition(".")[0] not in aliases]
         if tied:
             notes.append(f"weight tied with {', '.join(tied)}: casts read it, nothing writes it")
+        if reason is not None or index is None:
+            left = (f"left as it is: {reason}",)
+            layers.append(LayerPlan(name, shape, ALL_BF16, {}, False, rule, tuple(notes), left))
+            continue
         policy = recipe.rules[index].policy
         layers.append(_layer_plan(name, shape, policy, hardware, rule=rule, notes=notes))
     result = Plan(recipe.name, recipe.hash, hardware, tuple(layers), uncovered(model))
     if recipe.quantizes and not any(layer.policy.quantizes for layer in layers):
         raise PlanError(_nothing_quantized(recipe, layers))
+    _check_rules_take_effect(recipe, decided, {layer.name: layer for layer in layers})
     return result
+
+
+def _check_rules_take_effect(
+    recipe: Recipe, decided: Mapping[str, int], layers: Mapping[str, LayerPlan]
+) -> None:
+    for index, rule in enumerate(recipe.rules):
+        names = [name for name, decider in decided.items() if decider == index]
+        if rule.policy.quantizes and not any(layers[name].converted for name in names):
+            shown = "; ".join(f"{name}: {layers[name].reasons[0]}" for name in names[:5])
+            raise PlanError(
+                f"recipe {recipe.name}: rule {index + 1} (match = {rule.match!r}) quantizes "
+                f"nothing, every layer it decides is {shown}"
+            )
 
 
 def _layer_plan(
@@ -232,19 +267,14 @@ def _layer_plan(
     rule: str,
     notes: Iterable[str],
 ) -> LayerPlan:
-    reasons = list(notes)
-    if policy.quantizes and 1 in shape:
-        side = "N=1 head" if shape[0] == 1 else "K=1 input"
-        reasons.append(f"{side}: a vector product gains nothing, kept bf16")
-        policy = ALL_BF16
-    reasons += _padding_notes(policy, shape)
+    reasons = _padding_notes(policy, shape)
     backends = {
         product: choose_gemm(gemm.left, gemm.right, hardware)
         if isinstance(gemm, Gemm)
         else choose_gemm(None, None, hardware)
         for product, gemm in policy.items()
     }
-    return LayerPlan(name, shape, policy, backends, True, rule, tuple(reasons))
+    return LayerPlan(name, shape, policy, backends, True, rule, tuple(notes), tuple(reasons))
 
 
 def _padding_notes(policy: LinearPolicy, shape: tuple[int, int]) -> list[str]:
@@ -260,7 +290,7 @@ def _padding_notes(policy: LinearPolicy, shape: tuple[int, int]) -> list[str]:
 
 
 def _nothing_quantized(recipe: Recipe, layers: list[LayerPlan]) -> str:
-    shown = [f"  {layer.name or '(model)'}: {'; '.join(layer.reasons)}" for layer in layers[:10]]
+    shown = [f"  {layer.name or '(model)'}: {layer.why}" for layer in layers[:10]]
     return (
         f"recipe {recipe.name} would quantize no layer of this model:\n"
         + "\n".join(shown or ["  the model has no linear layer"])
@@ -295,7 +325,17 @@ def _read_layer(data: dict[str, Any]) -> LayerPlan:
     n, k = data["shape"]
     policy = LinearPolicy(**{name: parse_product(data["policy"][name]) for name in PRODUCTS})
     backends = {name: GemmBackends(**entry) for name, entry in data["backends"].items()}
-    reasons = tuple(data["reasons"])
     return LayerPlan(
-        data["name"], (n, k), policy, backends, data["converted"], data["rule"], reasons
+        name=data["name"],
+        shape=(n, k),
+        policy=policy,
+        backends=backends,
+        converted=data["converted"],
+        rule=data["rule"],
+        notes=tuple(data["notes"]),
+        reasons=tuple(data["reasons"]),
     )
+
+
+def _sha256(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()

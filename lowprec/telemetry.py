@@ -21,15 +21,15 @@ class Observation:
 
 
 def observe(model: torch.nn.Module) -> Observation:
-    """Read the counts of every wrapped layer of `model` (one device sync a layer)."""
+    """Read the counts of every wrapped layer of `model`."""
     gemms: dict[str, dict[str, dict[str, int]]] = {}
     for name, module in model.named_modules():
         if not isinstance(module, Linear):
             continue
-        counts = module.gemm_counts.tolist()
+        ran = module.lowprec_products
         gemms[name] = {}
-        for product, (planned, float64) in zip(PRODUCTS, counts, strict=True):
-            precision = str(getattr(module.policy, product))
+        for product, (planned, float64) in zip(PRODUCTS, ran.counter.counts, strict=True):
+            precision = str(getattr(ran.policy, product))
             entry = {precision: planned, "float64": float64}
             gemms[name][product] = {key: count for key, count in entry.items() if count}
     return Observation(gemms)

@@ -38,7 +38,7 @@ class QuantizedTensor:
 
         The contraction axis moves along: a tensor cast along its rows stays cast along them.
         """
-        if self.axis not in (-1, -2):
+        if self.axis not in (-1, -2) or self.codes.ndim < 2:
             raise UnsupportedError(
                 f"mT exchanges the last two axes, this one was cast along {self.axis}"
             )

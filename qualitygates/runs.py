@@ -212,7 +212,7 @@ class _Run:
                 "name": layer.name,
                 **{name: str(product) for name, product in layer.policy.items()},
                 "converted": layer.converted,
-                "reason": "; ".join((layer.rule, *layer.reasons)).strip("; "),
+                "reason": layer.why,
             }
             for layer in self.plan.layers
         ]

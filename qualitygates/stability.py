@@ -93,8 +93,10 @@ def hard_failures(run: Run, *, baseline: Run | None = None) -> list[str]:
 def above_start(loss: Sequence[float]) -> float:
     """Share of the last half of training whose running median lies above the first block's mean.
 
-    The median runs over a block of 1/20 of the steps, at most 10: single batches of a noisy, weakly
-    learnable label cross their starting level by chance, and brief spikes are counted elsewhere.
+    The median runs over a block of 1/20 of the steps, at most 10, and the mean is raised by two
+    standard errors of the difference of two blocks: a model that starts at the base rate of a
+    weakly learnable label stays near its starting level and crosses it by chance. The batch noise
+    is the MAD of successive differences, which no trend inflates.
     """
     values = np.asarray(loss, np.float64)
     if values.size < 4:
@@ -102,7 +104,9 @@ def above_start(loss: Sequence[float]) -> float:
     block = max(1, min(10, values.size // 20))
     smooth = np.median(np.lib.stride_tricks.sliding_window_view(values, block), axis=-1)
     last = smooth[-(values.size // 2) :]
-    return float(np.mean(last > values[:block].mean()))
+    noise = 1.4826 * np.median(np.abs(np.diff(values))) / np.sqrt(2)
+    allowed = values[:block].mean() + 2 * noise * np.sqrt(2 / block)
+    return float(np.mean(last > allowed))
 
 
 def spikes(values: Sequence[float | None]) -> int:

@@ -21,6 +21,7 @@ from lowprec.blocks import (
     power_of_two,
     reciprocal_power,
 )
+from lowprec.errors import UnsupportedError
 from lowprec.formats import E4M3, E5M2, Cast, Element
 from lowprec.tensor import QuantizedTensor
 
@@ -48,6 +49,8 @@ def quantize(x: torch.Tensor, cast: Cast, *, axis: int) -> QuantizedTensor:
         data, inner_axis = data.mT, -3 - inner_axis
     blocking = Blocking.of(data.shape, cast.format, inner_axis)
     blocks = blocking.split(data)
+    if element.torch_dtype is None or cast.format.outer:
+        raise UnsupportedError(f"emulated: no fast cast to {cast.format.name}; use the reference")
     amax = amax_of(blocks)
     if cast.format.power_of_two:
         biased = e8m0_bytes(amax, element, cast.scale_rule)
@@ -56,10 +59,10 @@ def quantize(x: torch.Tensor, cast: Cast, *, axis: int) -> QuantizedTensor:
     else:
         scales = float_scales(amax, element)
         values = blocks.float() / scales
-    assert element.torch_dtype is not None
     codes = values.clamp_(-element.max, element.max).to(element.torch_dtype).view(torch.uint8)
     # Masking costs a pass, and looking first costs a device sync that tracing cannot have either.
-    look_first = codes.device.type == "cpu" and not torch.compiler.is_compiling()
+    look_first = type(codes) is torch.Tensor and codes.device.type == "cpu"
+    look_first = look_first and not torch.compiler.is_compiling()
     if not (look_first and bool(amax.isfinite().all())):
         codes = codes.masked_fill_(~amax.isfinite(), 0)
     codes = blocking.join(codes)
@@ -121,10 +124,13 @@ def matmul(
         product = torch.mm(left.bfloat16(), right.bfloat16().mT, out_dtype=torch.float32)
     else:
         product = left.float() @ right.float().mT
-    if left_scale is not None:
-        product = product * left_scale
+    # Scales first: a huge one times the product could overflow where the result is finite.
+    scale = left_scale
     if right_scale is not None:
-        product = product * (right_scale.mT if right_scale.ndim else right_scale)
+        right_scale = right_scale.mT if right_scale.ndim else right_scale
+        scale = right_scale if scale is None else scale * right_scale
+    if scale is not None:
+        product = product * scale
     if bias is not None:
         product = product + bias.to(product.dtype)
     return product.to(out_dtype)

@@ -7,10 +7,10 @@ from typing import Final
 
 import torch
 
-from lowprec.nn.linear import Linear
+from lowprec.nn.linear import Linear, Products
 
 REPLACEMENTS: Final[MappingProxyType[type[torch.nn.Module], type[Linear]]] = MappingProxyType(
     {torch.nn.Linear: Linear}
 )
 
-__all__ = ["REPLACEMENTS", "Linear"]
+__all__ = ["REPLACEMENTS", "Linear", "Products"]

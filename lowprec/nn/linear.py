@@ -9,6 +9,8 @@ Dimensions: M rows (tokens), K in_features, N out_features.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -16,69 +18,20 @@ from torch.autograd.function import once_differentiable
 
 from lowprec import ops
 from lowprec.backends import GemmBackends
+from lowprec.counting import Counter
 from lowprec.errors import UnsupportedError
 from lowprec.policy import PRODUCTS, LinearPolicy
 
 _FPROP, _DGRAD, _WGRAD = range(3)
 
 
-class Linear(torch.nn.Linear):
-    """A linear layer with a precision for each of fprop, dgrad and wgrad.
-
-    Parameters, names, dtypes, hooks and state_dict are those of nn.Linear. Input [..., K] of any
-    number of rows, zero included; output [..., N] in the dtype that nn.Linear would give (the
-    autocast dtype when autocast is on, else the input's). Every product is rounded to bfloat16.
-    `lowprec.apply` turns the nn.Linear layers of a model into this class in place.
-    """
+@dataclass(frozen=True)
+class Products:
+    """How the three products of one layer run, and how often each one has run."""
 
     policy: LinearPolicy
     backends: Mapping[str, GemmBackends]
-    gemm_counts: torch.Tensor
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        *,
-        policy: LinearPolicy,
-    ) -> None:
-        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self.install(policy, ops.linear_backends(policy, None))
-
-    def install(self, policy: LinearPolicy, backends: Mapping[str, GemmBackends]) -> None:
-        """Set the precision and start the counts of executed products at zero."""
-        self.policy = policy
-        self.backends = backends
-        # [product, 0 as planned | 1 in float64]; a buffer follows .to(device) and needs no sync.
-        counts = torch.zeros(len(PRODUCTS), 2, dtype=torch.int64, device=self.weight.device)
-        self.register_buffer("gemm_counts", counts, persistent=False)
-
-    def uninstall(self) -> None:
-        """Remove what `install` set; the layer is then an nn.Linear in all but its class."""
-        del self.policy, self.backends, self.gemm_counts
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply the layer; raises UnsupportedError for a shape or dtype that nn.Linear refuses."""
-        if x.ndim == 0 or x.shape[-1] != self.in_features:
-            raise UnsupportedError(
-                f"linear layer with in_features={self.in_features} got an input of shape "
-                f"{tuple(x.shape)}; its last dimension must be {self.in_features}"
-            )
-        device = x.device.type
-        if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-            out_dtype = torch.get_autocast_dtype(device)
-        elif x.dtype == self.weight.dtype:
-            out_dtype = x.dtype
-        else:
-            raise UnsupportedError(
-                f"linear layer got {x.dtype} input for a {self.weight.dtype} weight; "
-                "convert one of them, or use autocast"
-            )
-        y = _LinearFunction.apply(x, self.weight, self.bias, self, out_dtype)  # type: ignore[no-untyped-call]
-        return cast(torch.Tensor, y)
+    counter: Counter = field(default_factory=Counter)
 
     def run(
         self,
@@ -97,48 +50,122 @@ class Linear(torch.nn.Linear):
             backends=self.backends[name],
             bias=bias,
         )
-        self.gemm_counts[index, int(result.dtype == torch.float64)] += 1
-        return result
+        return self.counter.counted(result, index)
+
+
+class Linear(torch.nn.Linear):
+    """A linear layer with a precision for each of fprop, dgrad and wgrad.
+
+    Parameters, names, dtypes, hooks and state_dict are those of nn.Linear. Input [..., K] of any
+    number of rows, zero included; output [..., N] in the dtype that nn.Linear would give (the
+    autocast dtype when autocast is on, else the input's). Every product is rounded to bfloat16.
+    `lowprec.apply` turns the nn.Linear layers of a model into this class in place. Not available:
+    float16, double backward, torch.func transforms, torch.jit.
+    """
+
+    lowprec_products: Products
+    lowprec_applied: bool
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,  # nn.Linear's own signature
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        policy: LinearPolicy,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.lowprec_products = Products(policy, ops.linear_backends(policy, None))
+        self.lowprec_applied = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply the layer; raises UnsupportedError for a shape or dtype that it cannot take."""
+        if x.ndim == 0 or x.shape[-1] != self.in_features:
+            raise UnsupportedError(
+                f"linear layer with in_features={self.in_features} got an input of shape "
+                f"{tuple(x.shape)}; its last dimension must be {self.in_features}"
+            )
+        out_dtype = self._output_dtype(x)
+        x_MK = x.reshape(x.shape[:-1].numel(), self.in_features)
+        with _no_autocast(x):
+            y_MN = _LinearFunction.apply(  # type: ignore[no-untyped-call]
+                x_MK, self.weight, self.bias, self.lowprec_products, out_dtype
+            )
+        # Outside the function: what a custom function returns as a view cannot be changed in place.
+        return cast(torch.Tensor, y_MN).reshape(*x.shape[:-1], self.out_features)
+
+    def _output_dtype(self, x: torch.Tensor) -> torch.dtype:
+        autocast = _autocast_dtype(x)
+        bias_dtype = self.weight.dtype if self.bias is None else self.bias.dtype
+        if autocast is None and not x.dtype == self.weight.dtype == bias_dtype:
+            raise UnsupportedError(
+                f"linear layer got {x.dtype} input for a {self.weight.dtype} weight and a "
+                f"{bias_dtype} bias; convert them to one dtype, or use autocast"
+            )
+        out_dtype = autocast or x.dtype
+        if out_dtype == torch.float16:
+            raise UnsupportedError(
+                "linear layer would give a float16 output, but its products are rounded to "
+                "bfloat16; use bfloat16 or float32, or lowprec.restore this model"
+            )
+        return out_dtype
 
     def extra_repr(self) -> str:
         """nn.Linear's own text and the precision of each product."""
-        products = ", ".join(f"{name}={product}" for name, product in self.policy.items())
+        policy = self.lowprec_products.policy
+        products = ", ".join(f"{name}={product}" for name, product in policy.items())
         return f"{super().extra_repr()}, {products}"
+
+
+def _autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """The dtype that autocast gives a linear layer on x, or None where it has no say."""
+    device = x.device.type
+    if device == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def _no_autocast(x: torch.Tensor) -> AbstractContextManager[Any]:
+    """Autocast would round the float32 operands of an emulated product."""
+    if _autocast_dtype(x) is None:
+        return nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
 
 
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: torch.Tensor,
+        x_MK: torch.Tensor,
         w_NK: torch.Tensor,
         b_N: torch.Tensor | None,
-        layer: Linear,
+        products: Products,
         out_dtype: torch.dtype,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, w_NK)
-        ctx.layer = layer
+        ctx.save_for_backward(x_MK, w_NK)
+        ctx.products = products
         ctx.bias_dtype = None if b_N is None else b_N.dtype
-        with torch.autocast(x.device.type, enabled=False):
-            x_MK = x.reshape(-1, w_NK.shape[1])
-            y_MN = layer.run(_FPROP, x_MK, w_NK, bias=b_N)
-        return y_MN.to(out_dtype).reshape(*x.shape[:-1], w_NK.shape[0])
+        return products.run(_FPROP, x_MK, w_NK, bias=b_N).to(out_dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, w_NK = ctx.saved_tensors
-        layer: Linear = ctx.layer
-        dx = dw_NK = db_N = None
-        dy_MN = dy.reshape(-1, w_NK.shape[0])
-        with torch.autocast(dy.device.type, enabled=False):
-            if ctx.needs_input_grad[0]:
-                dx_MK = layer.run(_DGRAD, dy_MN, w_NK.mT)
-                dx = dx_MK.to(x.dtype).reshape(x.shape)
-            if ctx.needs_input_grad[1]:
-                x_MK = x.reshape(-1, w_NK.shape[1])
-                dw_NK = layer.run(_WGRAD, dy_MN.mT, x_MK.mT).to(w_NK.dtype)
-            if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
-                wide = torch.promote_types(dy.dtype, torch.float32)
-                db_N = dy_MN.sum(0, dtype=wide).to(ctx.bias_dtype)
-        return dx, dw_NK, db_N, None, None
+    def backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # Tracing already runs without autocast, and must not see it switched.
+        with nullcontext() if torch.compiler.is_compiling() else _no_autocast(dy_MN):
+            return _gradients(ctx, dy_MN)
+
+
+def _gradients(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    x_MK, w_NK = ctx.saved_tensors
+    products: Products = ctx.products
+    dx_MK = dw_NK = db_N = None
+    if ctx.needs_input_grad[0]:
+        dx_MK = products.run(_DGRAD, dy_MN, w_NK.mT).to(x_MK.dtype)
+    if ctx.needs_input_grad[1]:
+        dw_NK = products.run(_WGRAD, dy_MN.mT, x_MK.mT).to(w_NK.dtype)
+    if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
+        wide = torch.promote_types(dy_MN.dtype, torch.float32)
+        db_N = dy_MN.sum(0, dtype=wide).to(ctx.bias_dtype)
+    return dx_MK, dw_NK, db_N, None, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,8 +64,8 @@ class LabelledRows:
         self.survey = Survey.of(self._epoch(), rows=SURVEYED)
         rows = held_out.rows
         self.facts: dict[str, str | int | float] = {
-            "training files": ", ".join(path.name for path in files.train),
-            "evaluation files": ", ".join(path.name for path in files.evaluate),
+            "training files": ", ".join(map(_fingerprint, files.train)),
+            "evaluation files": ", ".join(map(_fingerprint, files.evaluate)),
             "evaluation rows": len(rows),
             "positives, evaluation": int(
                 np.count_nonzero((rows.labels > 0.5) & (rows.weights > 0))
@@ -220,3 +221,13 @@ def _check_judged(held: HeldOut, judged: Judged, files: Files) -> None:
 
 def _listed(files: Files) -> str:
     return ", ".join(str(path) for path in files.evaluate)
+
+
+def _fingerprint(path: Path) -> str:
+    """Name, size and checksum of both ends of a file, so that a resumed gate notices other data."""
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        ends = stream.read(1 << 16)
+        stream.seek(max(size - (1 << 16), 0))
+        ends += stream.read(1 << 16)
+    return f"{path.name} ({size} bytes, CRC-32 of both ends {zlib.crc32(ends):08x})"

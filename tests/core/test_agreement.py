@@ -73,6 +73,15 @@ def test_operands_may_be_transposed_views_and_of_different_formats(backend: str)
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("name", ["fp8_rowwise", "fp8_tensorwise", "nvfp4"])
+def test_huge_times_tiny_does_not_overflow(name: str) -> None:
+    a, b = torch.full((4, 32), 3e38), torch.full((4, 32), 1e-30)
+    left, right = ops.quantize(a, name), ops.quantize(b, name)
+    want, got = (ops.matmul(left, right, backend=which) for which in ("reference", "emulated"))
+    assert want.isfinite().all()
+    assert torch.allclose(got.float(), want.float(), rtol=2**-6)
+
+
 def test_mx_emulation_is_exact_in_its_operands() -> None:
     """Integers small enough that every sum is exact: the emulated product is the exact one."""
     generator = torch.Generator().manual_seed(0)
@@ -102,6 +111,20 @@ def test_bad_products(a: torch.Tensor, b: torch.Tensor | str, says: str) -> None
     right = ops.quantize(torch.ones(32, 32), "mxfp8", axis=0) if isinstance(b, str) else b
     with pytest.raises(UnsupportedError, match=says):
         ops.matmul(a, right)
+
+
+def test_a_cast_that_a_backend_refuses_is_an_error() -> None:
+    for name in ("mxfp4", "nvfp4"):
+        with pytest.raises(UnsupportedError, match="emulated: no fast cast"):
+            ops.quantize(torch.ones(2, 32), name, backend="emulated")
+
+
+@pytest.mark.parametrize("cast", [None, FORMATS["mxfp8"], ["mxfp8"]])
+def test_what_is_no_cast_is_refused(cast: object) -> None:
+    with pytest.raises(UnsupportedError, match="a Cast or its text"):
+        ops.quantize(torch.ones(2, 32), cast)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match="takes a QuantizedTensor"):
+        ops.dequantize(torch.ones(2))  # type: ignore[arg-type]
 
 
 def test_unknown_backend() -> None:

@@ -151,9 +151,14 @@ def test_transformer_encoder_layer_evaluates_as_it_trains() -> None:
     ("change", "says"),
     [
         (lambda m: m._modules.pop("2"), "names layer '2', which this model does not have"),
+        (lambda m: m.append(nn.Linear(64, 64)), "has a linear layer '4' that the plan does not"),
+        (lambda m: m.__setitem__(2, m[0]), "names layer '2', which this model does not have"),
         (lambda m: m.__setitem__(2, nn.Linear(96, 32)), r"is 32 x 96 \(N x K\).*made for 64 x 96"),
         (lambda m: m.__setitem__(2, Twice(96, 64)), "can no longer be converted: is a Twice"),
-        (lambda m: m.__setitem__(2, nn.ReLU()), "layer '2' is a ReLU now, not an nn.Linear"),
+        (
+            lambda m: m.__setitem__(2, nn.ReLU()),
+            "names layer '2', which this model does not have as a linear",
+        ),
         (wrap, "already converted"),
     ],
 )
@@ -165,3 +170,55 @@ def test_a_plan_for_another_model_is_refused_before_anything_changes(change, say
     with pytest.raises(PlanError, match=says):
         lowprec.apply(model, plan)
     assert [type(m) for m in model.modules()] == classes
+
+
+def test_restore_refuses_a_class_changed_after_apply_and_changes_nothing() -> None:
+    model = wrap(net())
+    nn.utils.parametrizations.weight_norm(model[0])
+    with pytest.raises(PlanError, match="became a Parametrized"):
+        lowprec.restore(model)
+    assert type(model[2]) is lowprec.Linear
+    model(torch.randn(3, 64))
+
+
+def test_attributes_of_the_users_layer_are_left_alone() -> None:
+    model = net()
+    model[0].policy, model[0].backends, model[0].gemm_counts = "mine", "mine", "mine"
+    lowprec.restore(wrap(model))
+    assert (model[0].policy, model[0].backends, model[0].gemm_counts) == ("mine",) * 3
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "bf16"])
+@pytest.mark.parametrize("shape", [(64,), (5, 64), (2, 3, 64)])
+def test_outputs_can_be_changed_in_place(recipe: str, shape: tuple[int, ...]) -> None:
+    model = wrap(nn.Sequential(nn.Linear(64, 64), nn.ReLU(inplace=True), nn.Linear(64, 64)), recipe)
+    model(torch.randn(*shape)).sum().backward()
+    assert model[0].weight.grad is not None
+
+
+def test_meta_initialisation_counts_from_zero() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    wrap(model)
+    state = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).state_dict()
+    model.load_state_dict(state, assign=True)
+    model(torch.randn(3, 64))
+    assert lowprec.observe(model).gemms["0"]["fprop"] == {"mxfp8 x mxfp8_32x32": 1}
+    assert not list(model.named_buffers())
+
+
+def test_restore_between_forward_and_backward() -> None:
+    model = wrap(net())
+    loss = model(torch.randn(3, 64)).sum()
+    lowprec.restore(model)
+    loss.backward()
+    assert model[0].weight.grad is not None
+
+
+def test_copies_count_apart() -> None:
+    model = wrap(net())
+    model(torch.randn(3, 64))
+    twin = copy.deepcopy(model)
+    twin(torch.randn(3, 64))
+    counts = [lowprec.observe(m).gemms["0"]["fprop"] for m in (model, twin)]
+    assert counts == [{"mxfp8 x mxfp8_32x32": 1}, {"mxfp8 x mxfp8_32x32": 2}]

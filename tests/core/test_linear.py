@@ -113,7 +113,9 @@ def test_odd_shapes_forward_and_backward(rows: int, n: int, k: int) -> None:
     twin = nn.Sequential(nn.Linear(k, n), nn.Linear(n, 64))
     twin.load_state_dict(model.state_dict())
     recipe = lowprec.load_recipe("bf16") if 1 in (n, k) else lowprec.load_recipe("mxfp8")
-    lowprec.apply(model, lowprec.plan(model, recipe))
+    plan = lowprec.plan(model, recipe)
+    assert all(layer.converted == (1 not in layer.shape) for layer in plan.layers)
+    lowprec.apply(model, plan)
     x = torch.randn(rows, k)
     inputs = [x.clone().requires_grad_() for _ in range(2)]
     for m, value in zip((model, twin), inputs, strict=True):
@@ -172,9 +174,18 @@ def test_autocast_gives_the_dtypes_of_nn_linear() -> None:
             y.float().sum().backward()
             seen.append((y.dtype, leaf.grad.dtype, module.weight.grad.dtype))
         assert seen[0] == seen[1]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = lowprec.Linear.forward(layer, torch.randn(8, 64))
-    assert inside.dtype == torch.bfloat16
+    # What runs inside is the same with autocast around forward, around both, and without.
+    results = []
+    for forward, backward in ((False, False), (True, False), (True, True)):
+        layer.zero_grad()
+        leaf = x.float().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=forward):
+            y = layer(leaf).float()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=backward):
+            y.square().sum().backward()
+        results.append((y.detach(), leaf.grad, layer.weight.grad.clone()))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
 def test_large_bias_and_its_gradient() -> None:
@@ -223,7 +234,7 @@ def test_counts_are_what_ran() -> None:
     gemms = lowprec.observe(model).gemms
     assert gemms["0"] == {"fprop": {"mxfp8 x mxfp8_32x32": 4}, "dgrad": {}, "wgrad": {"bf16": 3}}
     assert gemms["1"]["dgrad"] == {"bf16": 3}
-    assert "gemm_counts" not in "".join(model.state_dict())
+    assert list(model.state_dict()) == ["0.weight", "0.bias", "1.weight", "1.bias"]
 
 
 def test_nothing_touches_torch_random_state() -> None:
@@ -246,6 +257,7 @@ def test_repr_shows_the_precision() -> None:
         (torch.zeros(()), "last dimension must be 64"),
         (torch.zeros(3, 64, dtype=torch.bfloat16), "use autocast"),
         (torch.zeros(3, 64, dtype=torch.int64), "torch.int64 input"),
+        (torch.zeros(3, 64, dtype=torch.float16), "torch.float16 input"),
     ],
 )
 def test_bad_inputs(x: torch.Tensor, says: str) -> None:
@@ -254,14 +266,108 @@ def test_bad_inputs(x: torch.Tensor, says: str) -> None:
 
 
 # Tracing instantiates autograd.Function inside torch, which warns about itself.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_compiled_equals_eager_and_counts() -> None:
+compiled = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+
+def compiled_step(model, x: torch.Tensor, *, autocast: bool, inside: bool) -> list[torch.Tensor]:
+    """Gradients of a compiled step with autocast outside or inside the compiled region."""
+
+    def call(value: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast and inside):
+            return model(value)
+
+    model.zero_grad()
+    step = torch.compile(call, backend="aot_eager", fullgraph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast and not inside):
+        y = step(x)
+    y.float().square().sum().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+@compiled
+@pytest.mark.parametrize(("autocast", "inside"), [(False, False), (True, False), (True, True)])
+def test_compiled_equals_eager_and_counts(autocast: bool, inside: bool) -> None:
     torch.manual_seed(0)
-    layer, x = lowprec.Linear(64, 64, policy=TILES), torch.randn(32, 64)
-    layer(x).sum().backward()
-    eager = layer.weight.grad.clone()
-    layer.zero_grad()
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    compiled(x).sum().backward()
-    assert torch.equal(layer.weight.grad, eager)
-    assert lowprec.observe(nn.Sequential(layer)).gemms["0"]["wgrad"] == {"mxfp8": 2}
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(inplace=True), nn.Linear(64, 64))
+    lowprec.apply(model, lowprec.plan(model, lowprec.load_recipe("mxfp8")))
+    x = torch.randn(32, 64)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        y = model(x)
+    y.float().square().sum().backward()
+    eager = [p.grad.clone() for p in model.parameters()]
+    got = compiled_step(model, x, autocast=autocast, inside=inside)
+    assert all(torch.equal(a, b) for a, b in zip(eager, got, strict=True))
+    gemms = lowprec.observe(model).gemms
+    assert gemms["0"] == {
+        "fprop": {"mxfp8 x mxfp8_32x32": 2},
+        "dgrad": {},
+        "wgrad": {"mxfp8": 2},
+    }
+    assert gemms["2"]["dgrad"] == {"mxfp8 x mxfp8_32x32": 2}
+
+
+@compiled
+def test_two_compiled_forwards_before_one_backward_and_one_graph_for_equal_layers() -> None:
+    torch.manual_seed(0)
+    layers = [lowprec.Linear(64, 64, policy=TILES) for _ in range(4)]
+    x, graphs = torch.randn(8, 64), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    step = torch.compile(lambda layer, value: layer(value), backend=backend, fullgraph=True)
+    (step(layers[0], x) + step(layers[0], 2 * x)).sum().backward()
+    for layer in layers[1:]:
+        step(layer, x).sum().backward()
+    counts = [lowprec.observe(nn.Sequential(layer)).gemms["0"]["wgrad"] for layer in layers]
+    assert counts == [{"mxfp8": 2}, {"mxfp8": 1}, {"mxfp8": 1}, {"mxfp8": 1}]
+
+
+def test_float16_outputs_are_refused() -> None:
+    layer = lowprec.Linear(64, 32, policy=TILES)
+    with (
+        torch.autocast("cpu", dtype=torch.float16),
+        pytest.raises(UnsupportedError, match="float16 output"),
+    ):
+        layer(torch.zeros(3, 64))
+    with pytest.raises(UnsupportedError, match="float16 output"):
+        layer.half()(torch.zeros(3, 64, dtype=torch.float16))
+
+
+def test_double_backward_is_refused() -> None:
+    layer, x = lowprec.Linear(64, 32, policy=TILES), torch.randn(4, 64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_products_use_the_operands_in_their_own_casts() -> None:
+    """With the coarse cast on one side only, error shows on the side that the recipe names."""
+    torch.manual_seed(0)
+    exact, coarse = "mxfp8", "mxfp4"
+    grid = torch.tensor([-1.0, 1.0])[torch.randint(0, 2, (96, 96))]
+    fine = torch.randint(9, 16, (96, 96)).float()  # exact in E4M3, not in E2M1
+    for text, keeps in ((f"{exact} x {coarse}", "right"), (f"{coarse} x {exact}", "left")):
+        one = parse_product(text)
+        layer = lowprec.Linear(96, 96, bias=False, policy=LinearPolicy(one, one, one))
+        left, right = (fine, grid) if keeps == "right" else (grid, fine)
+        with torch.no_grad():
+            layer.weight.copy_(right)
+        x = left.clone().requires_grad_()
+        y = layer(x)
+        assert torch.equal(y, (left @ right.T).bfloat16().float())
+        # dgrad is dy x w: with dy = left the left cast is again the one that must be exact.
+        y.backward(left)
+        assert torch.equal(x.grad, (left @ right).bfloat16().float())
+        # wgrad is dy x x: both are `left` here, so run it with x = right.
+        layer.zero_grad()
+        layer(right.clone()).backward(left)
+        assert torch.equal(layer.weight.grad, (left.T @ right).bfloat16().float())
+
+
+def test_bias_gradient_is_summed_in_float32() -> None:
+    layer = lowprec.Linear(32, 4, policy=TILES).bfloat16()
+    y = layer(torch.zeros(4096, 32, dtype=torch.bfloat16))
+    y.backward(torch.full_like(y, 1 + 2**-7))
+    assert torch.equal(layer.bias.grad.float(), torch.full((4,), 4096 * (1 + 2**-7)))

@@ -62,6 +62,15 @@ def test_quantizing_nothing_is_an_error_and_plain_bf16_is_not() -> None:
         lowprec.plan(nn.ReLU(), recipe_of(("*", "mxfp8")), hardware="cpu")
     plan = lowprec.plan(head, lowprec.load_recipe("bf16"), hardware="cpu")
     assert plan.layers[0].policy == ALL_BF16
+    assert not plan.layers[0].converted
+
+
+def test_a_rule_that_quantizes_only_layers_left_alone_is_an_error() -> None:
+    model = nn.ModuleDict({"body": nn.Linear(64, 64), "attn": nn.MultiheadAttention(64, 4)})
+    recipe = recipe_of(("body", "mxfp8"), ("attn.*", "mxfp8"))
+    with pytest.raises(PlanError, match=r"rule 2 .* quantizes nothing.*never called as a module"):
+        lowprec.plan(model, recipe, hardware="cpu")
+    lowprec.plan(model, recipe_of(("body", "mxfp8"), ("attn.*", "bf16")), hardware="cpu")
 
 
 def test_layers_without_a_rule_are_left_as_they_are() -> None:
@@ -112,9 +121,9 @@ REASONS = {
 def test_every_odd_layer_has_its_reason() -> None:
     plan = lowprec.plan(Zoo(), recipe_of(("*", "mxfp8")), hardware="cpu")
     for name, reason in REASONS.items():
-        assert reason in "; ".join(plan.layer(name).reasons), name
-    assert "also registered as again" in "; ".join(plan.layer("good").reasons)
-    for name in ("sub", "attn.out_proj", "encoder.linear1", "half", "patched"):
+        assert reason in plan.layer(name).why, name
+    assert "also registered as again" in plan.layer("good").why
+    for name in ("sub", "attn.out_proj", "encoder.linear1", "half", "patched", "head"):
         assert not plan.layer(name).converted
         assert plan.layer(name).policy == ALL_BF16
     uncovered = {entry.name: entry for entry in plan.uncovered}
@@ -136,6 +145,19 @@ def test_shares_of_flops() -> None:
     plan = lowprec.plan(model, recipe_of(("*", "mxfp8/mxfp8/bf16")), hardware="cpu")
     assert plan.quantized_share == pytest.approx(2 / 3)
     assert plan.uncovered_share == 0
+
+
+def test_flops_and_padding_notes_name_the_right_dimension() -> None:
+    portable = lowprec.load_recipe("mxfp8-portable")
+    layer = lowprec.plan(nn.Linear(200, 300), portable, hardware="cpu").layers[0]
+    assert layer.flops_per_row == 6 * 200 * 300
+    assert layer.reasons == (
+        "fprop: K=200 is padded to 256",
+        "dgrad: N=300 is padded to 384",
+    )
+    mixed = recipe_of(("*", "mxfp8 x mxfp8_1x128"))
+    layer = lowprec.plan(nn.Linear(96, 128), mixed, hardware="cpu").layers[0]
+    assert layer.reasons == ("fprop: K=96 is padded to 128",)
 
 
 def test_plan_is_pure_needs_no_gpu_and_works_on_meta() -> None:
@@ -163,7 +185,10 @@ def test_hash_diff_and_with_layer() -> None:
     assert plan.diff(plan) == ()
     assert len(plan.diff(other)) == 1
     assert plan.diff(other)[0].startswith("2: fprop mxfp8 x mxfp8_32x32")
-    assert "sensitive" in other.layer("2").reasons
+    assert "sensitive" in other.layer("2").why
+    gpu = lowprec.plan(stack(), lowprec.load_recipe("mxfp8"), hardware="h200")
+    assert gpu.hash != plan.hash
+    assert plan.diff(gpu) == ("hardware: cpu -> h200 (sm90)",)
     smaller = lowprec.plan(stack(3), lowprec.load_recipe("mxfp8"), hardware="cpu")
     assert plan.diff(smaller) == ("3: only in the first plan",)
     with pytest.raises(PlanError, match="no layer '22'"):
@@ -174,8 +199,10 @@ def test_store_and_read_back() -> None:
     plan = lowprec.plan(Zoo(), lowprec.load_recipe("mxfp8"), hardware="h200")
     text = plan.to_json()
     assert lowprec.Plan.from_json(text) == plan
-    with pytest.raises(PlanError, match="hash does not fit"):
-        lowprec.Plan.from_json(text.replace("mxfp8_32x32", "mxfp8", 1))
+    for old, new in (("mxfp8_32x32", "mxfp8"), ('"schema": 1', '"schema": 9'), ("OwnF", "OwnG")):
+        assert old in text
+        with pytest.raises(PlanError, match="checksum does not fit"):
+            lowprec.Plan.from_json(text.replace(old, new, 1))
     with pytest.raises(PlanError, match="cannot be read"):
         lowprec.Plan.from_json(text[:-40])
 
@@ -185,3 +212,20 @@ def test_an_already_converted_model_is_refused() -> None:
     lowprec.apply(model, lowprec.plan(model, recipe))
     with pytest.raises(PlanError, match="already converted"):
         lowprec.plan(model, recipe)
+
+
+def test_a_hand_built_layer_is_listed_and_left_alone() -> None:
+    policy = lowprec.load_recipe("mxfp8").rules[0].policy
+    model = nn.Sequential(nn.Linear(64, 64), lowprec.Linear(64, 64, policy=policy))
+    plan = lowprec.plan(model, lowprec.load_recipe("mxfp8"))
+    assert not plan.layer("1").converted
+    lowprec.restore(lowprec.apply(model, plan))
+    assert type(model[1]) is lowprec.Linear
+
+
+@pytest.mark.parametrize("wrong", ["mxfp8", None, 3])
+def test_wrong_arguments_say_what_to_pass(wrong: object) -> None:
+    with pytest.raises(PlanError, match="load_recipe"):
+        lowprec.plan(stack(), wrong)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"make one with lowprec\.plan"):
+        lowprec.apply(stack(), wrong)  # type: ignore[arg-type]

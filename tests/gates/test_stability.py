@@ -117,6 +117,19 @@ def test_above_start_is_a_share_of_the_smoothed_last_half() -> None:
     assert above_start(noisy) < 0.01
 
 
+def test_a_model_that_starts_at_the_base_rate_does_not_fail_by_batch_noise() -> None:
+    """200 healthy runs that gain a fifth of the batch noise, and the same runs drifting up."""
+    rng = np.random.default_rng(4)
+    steps = np.arange(300)
+    shares = {"healthy": 0, "drifting": 0}
+    for _ in range(200):
+        noise = 0.05 * rng.standard_normal(300)
+        shares["healthy"] += above_start(0.5 - 0.01 * steps / 300 + noise) > 0.05
+        shares["drifting"] += above_start(0.5 + 0.1 * steps / 300 + noise) > 0.05
+    assert shares["healthy"] <= 20
+    assert shares["drifting"] >= 180
+
+
 def test_spikes_are_counted_once_each_and_noise_is_not_a_spike() -> None:
     rng = np.random.default_rng(2)
     quiet = 0.5 + rng.normal(0, 0.01, 400)

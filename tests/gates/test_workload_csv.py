@@ -544,3 +544,12 @@ def test_memory_of_a_small_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("suffix", [".csv", ".parquet"])
 def test_ten_million_rows_take_less_than_a_gibibyte(tmp_path: Path, suffix: str) -> None:
     assert measured(tmp_path, suffix, 10_000_000)["peak"] < 1
+
+
+def test_facts_change_with_the_content_of_a_file(folder: Path) -> None:
+    """gate.json holds the facts, so a gate resumed on other data is refused."""
+    before = load(folder).facts
+    assert load(folder).facts == before
+    edit_value(folder / "train.csv", 600, "unused", "y")
+    after = load(folder).facts
+    assert {key for key in before if before[key] != after[key]} == {"training files"}
