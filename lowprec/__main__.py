@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import runpy
+import contextlib
+import importlib.util
+import inspect
+import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import CodeType
+from typing import Any, Final, NoReturn
 
 import torch
 
@@ -16,6 +22,22 @@ from lowprec.hardware import NAMED, named
 from lowprec.planning import plan
 from lowprec.recipe import load_recipe, shipped_recipes
 from lowprec.table import render
+
+BROKEN: Final = 3
+_numbers = itertools.count()
+
+
+class _Parser(argparse.ArgumentParser):
+    # argparse exits with 2; here every wrong input ends with the same code.
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(BROKEN, f"error: {message}\n")
+
+
+class _Loader(SourceFileLoader):
+    # No bytecode: a file that changes twice in a second would run in its older form.
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,15 +51,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             "formats": _formats,
         }[arguments.command]()
     except LowprecError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 3
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return BROKEN
     print("\n".join(lines))
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m lowprec", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser = _Parser(prog="python -m lowprec", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
     commands.add_parser("recipes", help="list the shipped recipes")
     show = commands.add_parser("show", help="print a recipe as TOML")
     show.add_argument("name", help="a shipped recipe, or the path of a TOML file")
@@ -71,24 +93,79 @@ def _formats() -> list[str]:
     return render(["format", "element", "block", "scale", "bits/value", "scale rules"], rows)
 
 
-def _plan(target: str, recipe: str, hardware: str | None) -> str:
+def _plan(target: str, recipe_name: str, hardware_name: str | None) -> str:
     file, _, function = target.rpartition(":")
     if not file or not Path(file).is_file():
         raise PlanError(f"{target!r}: write FILE.py:FUNCTION, with a file that exists")
+    # All that can be wrong here is said before code of the user's runs, which may take long.
+    recipe = load_recipe(recipe_name)
+    hardware = None if hardware_name is None else named(hardware_name)
+    # The plan is what stdout holds; what the file prints goes past it.
+    with contextlib.redirect_stdout(sys.stderr), _first_on_path(Path(file).resolve().parent):
+        build = _builder(file, function, _run_file(file))
+        with _reported(f"{target} failed"):
+            model = build()
+        if not isinstance(model, torch.nn.Module):
+            raise PlanError(f"{target} returned {type(model).__qualname__}, not a torch.nn.Module")
+        return str(plan(model, recipe, hardware=hardware))
+
+
+def _run_file(file: str) -> dict[str, Any]:
+    name = f"_lowprec_model_{next(_numbers)}"
+    loader = _Loader(name, file)
+    spec = importlib.util.spec_from_file_location(name, file, loader=loader)
+    assert spec is not None  # it is None only without a loader
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses, pickle and typing look the module of a class up by its name, also later.
+    sys.modules[name] = module
+    with _reported(f"{file} cannot be run"):
+        loader.exec_module(module)
+    return vars(module)
+
+
+def _builder(file: str, function: str, names: dict[str, Any]) -> Callable[..., object]:
+    build: object = names.get(function)
+    if not callable(build):
+        public = {k: v for k, v in names.items() if callable(v) and not k.startswith("_")}
+        own = [k for k, v in public.items() if getattr(v, "__module__", "") == names["__name__"]]
+        known = ", ".join(sorted(own or public)) or "none"
+        raise PlanError(f"{file} has no function {function!r}; it has: {known}")
     try:
-        names = runpy.run_path(file)
-    except Exception as error:
-        raise PlanError(f"{file} cannot be run: {type(error).__name__}: {error}") from error
-    if not callable(names.get(function)):
-        found = sorted(k for k, v in names.items() if callable(v) and not k.startswith("_"))
-        raise PlanError(f"{file} has no function {function!r}; it has: {', '.join(found)}")
+        signature = inspect.signature(build)
+    except (TypeError, ValueError):  # a callable written in C need not have one
+        return build
     try:
-        model = names[function]()
+        signature.bind()
+    except TypeError as error:
+        raise PlanError(
+            f"{file}:{function} needs arguments, {signature}, and is called without any: write "
+            "a function without arguments that returns the model"
+        ) from error
+    return build
+
+
+@contextlib.contextmanager
+def _first_on_path(folder: Path) -> Iterator[None]:
+    text = str(folder)
+    sys.path.insert(0, text)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # the user's code may have taken it out
+            sys.path.remove(text)
+
+
+@contextlib.contextmanager
+def _reported(what: str) -> Iterator[None]:
+    try:
+        yield
+    except SystemExit as error:
+        raise PlanError(
+            f"{what}: it exits (SystemExit: {error.code}); keep what belongs to a script behind "
+            "if __name__ == '__main__'"
+        ) from error
     except Exception as error:
-        raise PlanError(f"{target} failed: {type(error).__name__}: {error}") from error
-    if not isinstance(model, torch.nn.Module):
-        raise PlanError(f"{target} returned {type(model).__qualname__}, not a torch.nn.Module")
-    return str(plan(model, load_recipe(recipe), hardware=named(hardware) if hardware else None))
+        raise PlanError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Literal
@@ -51,5 +52,16 @@ def current() -> Hardware:
 
     if not torch.cuda.is_available():
         return NAMED["cpu"]
-    name = torch.cuda.get_device_name().removeprefix("NVIDIA ").split()[0].lower()
+    name = short_name(torch.cuda.get_device_name())
     return Hardware(name, "cuda", torch.cuda.get_device_capability())
+
+
+def short_name(device_name: str) -> str:
+    """Return the known name of a GPU, else all words of what its driver calls it, with dashes."""
+    words = re.findall(r"[a-z0-9]+(?:\.[a-z0-9]+)*", device_name.lower())
+    if words[:1] == ["nvidia"]:
+        del words[0]
+    if not words:
+        return "unknown-gpu"
+    known = NAMED.get(words[0])
+    return known.name if known and known.device == "cuda" else "-".join(words)

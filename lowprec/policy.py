@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Final
 
 from lowprec.errors import UnsupportedError
-from lowprec.formats import Cast
+from lowprec.formats import FORMATS, Cast, nearest_names
 
 
 class Unquantized(Enum):
@@ -40,6 +40,8 @@ class Gemm:
 
 Product = Unquantized | Gemm
 PRODUCTS: Final = ("fprop", "dgrad", "wgrad")
+_SAME_AS_BF16: Final = ("bf16", "bfloat16", "torch.bfloat16")
+_WIDER: Final = ("fp32", "float32", "tf32", "fp16", "float16", "half", "none")
 
 
 def parse_product(text: str) -> Product:
@@ -56,8 +58,26 @@ def parse_product(text: str) -> Product:
         raise UnsupportedError(
             f"{text!r} quantizes one operand only; a product is 'bf16' or has both operands cast"
         )
-    casts = [Cast.parse(part) for part in parts]
+    casts = [_cast(part) for part in parts]
     return Gemm(casts[0], casts[-1])
+
+
+def _cast(text: str) -> Cast:
+    name = text.partition(":")[0]
+    if name in FORMATS:
+        return Cast.parse(text)
+    plain = name.lower()
+    if name == BF16.value:
+        hint = "bf16 is not quantized and takes no scale rule"
+    elif plain == "skip":
+        hint = "leaving a product out (skipping wgrad) is not available; write bf16"
+    elif plain in _SAME_AS_BF16:
+        hint = "did you mean bf16?"
+    elif plain in _WIDER:
+        hint = "bf16 is the one product that is not quantized; its sums are float32"
+    else:
+        hint = nearest_names(plain, (BF16.value, *FORMATS))
+    raise UnsupportedError(f"unknown format {text!r}; {hint}")
 
 
 @dataclass(frozen=True)

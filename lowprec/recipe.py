@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -19,7 +20,9 @@ SCHEMA: Final = 1
 KINDS: Final = ("linear",)
 _RECIPE_KEYS: Final = ("schema", "why", "rule")
 _RULE_KEYS: Final = ("match", "kind", "why", *PRODUCTS)
-_POSITION: Final = re.compile(r"(first|last):(.*)")
+_POSITION: Final = re.compile(r"(first|last):(.*)", re.DOTALL)
+_COUNT: Final = re.compile(r"[1-9][0-9]{0,5}")
+_SHOWN: Final = 80
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,12 @@ def load_recipe(name_or_path: str | Path) -> Recipe:
 
     Raises RecipeError with the file, the rule, what is wrong and the nearest known name.
     """
-    text = str(name_or_path)
+    text = os.fspath(name_or_path) if isinstance(name_or_path, os.PathLike) else name_or_path
+    if not isinstance(text, str):
+        raise RecipeError(
+            "load_recipe takes the name of a shipped recipe, such as 'mxfp8', or the path of a "
+            f"TOML file, not {_shown(text)}"
+        )
     if "/" not in text and "\\" not in text and not text.endswith(".toml"):
         if text not in shipped_recipes():
             raise RecipeError(
@@ -104,24 +112,40 @@ def load_recipe(name_or_path: str | Path) -> Recipe:
     else:
         path = Path(text)
     try:
-        return parse_recipe(path.read_text(encoding="utf-8"), name=path.stem)
-    except OSError as error:
-        raise RecipeError(f"recipe {path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise RecipeError(f"recipe {path}: is not UTF-8 text (byte {error.start})") from error
+        return parse_recipe(_read(path), name=path.stem)
     except RecipeError as error:
-        raise RecipeError(f"recipe {path}: {error}") from error
+        raise RecipeError(f"recipe {_path_text(path)}: {error}") from error
+
+
+def _read(path: Path) -> str:
+    try:
+        # Some editors put a byte order mark in front of UTF-8.
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise RecipeError(f"cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"is not UTF-8 text (byte {error.start})") from error
+    except ValueError as error:
+        raise RecipeError(f"is not the path of a file: {error}") from error
+
+
+def _path_text(path: Path) -> str:
+    return str(path) if str(path).isprintable() else repr(str(path))
 
 
 def parse_recipe(text: str, *, name: str) -> Recipe:
     """Read a recipe from TOML text; raises RecipeError that names the rule and the key."""
     try:
         data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
+        # Also an integer of thousands of digits, which tomllib lets through to int().
         raise RecipeError(f"is not TOML: {error}") from error
+    except RecursionError as error:
+        raise RecipeError("is nested too deeply; a recipe is a flat list of [[rule]]") from error
     _check_keys(data, _RECIPE_KEYS)
-    if data.get("schema") != SCHEMA:
-        raise RecipeError(f"schema is {data.get('schema')!r}; this version reads schema {SCHEMA}")
+    schema = data.get("schema")
+    if type(schema) is not int or schema != SCHEMA:
+        raise RecipeError(f"schema is {_shown(schema)}; this version reads schema {SCHEMA}")
     rules = data.get("rule")
     if not isinstance(rules, list) or not rules:
         raise RecipeError("has no [[rule]]; a recipe needs at least one")
@@ -132,7 +156,7 @@ def _rules(rules: list[Any]) -> Iterator[Rule]:
     for number, data in enumerate(rules, start=1):
         where = f"rule {number}"
         if isinstance(data, dict) and isinstance(data.get("match"), str):
-            where += f" (match = {data['match']!r})"
+            where += f" (match = {_shown(data['match'])})"
         try:
             yield _rule(data)
         except LowprecError as error:
@@ -147,8 +171,11 @@ def _rule(data: Any) -> Rule:
     if kind not in KINDS:
         raise RecipeError(f"unknown kind {kind!r}; {nearest_names(kind, KINDS)}")
     position = _POSITION.fullmatch(match)
-    if position and not (position[2].isdigit() and int(position[2]) > 0):
-        raise RecipeError(f"position {match!r} needs a count of at least 1, as in 'first:2'")
+    if position and not _COUNT.fullmatch(position[2]):
+        raise RecipeError(
+            f"position {_shown(match)} needs a count of at least 1 and at most 999999, in the "
+            "digits 0 to 9, as in 'first:2'"
+        )
     products = {key: _product(data, key) for key in PRODUCTS}
     return Rule(match=match, kind=kind, policy=LinearPolicy(**products), why=why)
 
@@ -167,8 +194,16 @@ def _text(data: Mapping[str, Any], key: str) -> str:
     if value is None:
         raise RecipeError(f"key {key!r} is missing")
     if not isinstance(value, str) or not value.strip():
-        raise RecipeError(f"{key} must be a non-empty string, not {value!r}")
+        raise RecipeError(f"{key} must be a non-empty string, not {_shown(value)}")
     return value
+
+
+def _shown(value: object) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of thousands of digits has no decimal text
+        return f"this {type(value).__name__}"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _check_keys(data: Mapping[str, Any], known: tuple[str, ...]) -> None:

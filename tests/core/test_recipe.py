@@ -21,23 +21,33 @@ why = "because"
 
 
 def test_shipped_recipes_read_and_round_trip() -> None:
-    assert set(shipped_recipes()) == {
-        "bf16",
-        "fp8-rowwise",
-        "mxfp8",
-        "mxfp8-portable",
-        "mxfp8-safe",
-    }
     for name in shipped_recipes():
         recipe = load_recipe(name)
         assert parse_recipe(recipe.to_toml(), name=name) == recipe
         assert recipe.quantizes == (name != "bf16")
 
 
-def test_mxfp8_says_what_the_name_promises() -> None:
-    policy = load_recipe("mxfp8").rules[0].policy
-    assert str(policy.fprop) == str(policy.dgrad) == "mxfp8 x mxfp8_32x32"
-    assert str(policy.wgrad) == "mxfp8"
+TILES, PORTABLE = "mxfp8 x mxfp8_32x32", "mxfp8_1x128 x mxfp8_128x128"
+# recipe: (match, fprop, dgrad, wgrad) of every rule
+SHIPPED = {
+    "bf16": [("*", "bf16", "bf16", "bf16")],
+    "fp8-rowwise": [("*", "fp8_rowwise", "fp8_rowwise", "fp8_rowwise")],
+    "mxfp8": [("*", TILES, TILES, "mxfp8")],
+    "mxfp8-portable": [("*", PORTABLE, PORTABLE, "mxfp8_1x128")],
+    "mxfp8-safe": [("*", TILES, TILES, "bf16"), ("last:1", "bf16", "bf16", "bf16")],
+}
+
+
+def test_shipped_recipes_decide_what_their_names_promise() -> None:
+    assert {
+        name: [
+            (rule.match, *(str(product) for _, product in rule.policy.items()))
+            for rule in load_recipe(name).rules
+        ]
+        for name in shipped_recipes()
+    } == SHIPPED
+    for name in SHIPPED:
+        assert {rule.kind for rule in load_recipe(name).rules} == {"linear"}
 
 
 def test_hash_covers_decisions_not_prose() -> None:
@@ -57,15 +67,27 @@ def test_odd_text_survives_the_round_trip() -> None:
     [
         ("match", "mtch", r"rule 1: unknown key 'mtch'; did you mean match"),
         ('"mxfp8 x mxfp8_32x32"', '"mxfp8 x mxfp8_32x3"', r"fprop: unknown format 'mxfp8_32x3'"),
+        (":floor", ":", r"dgrad: unknown scale rule ''"),
         (":floor", ":flor", r"dgrad: unknown scale rule 'flor'.*did you mean floor"),
-        ('"bf16"', '"BF16"', r"wgrad: unknown format 'BF16'"),
+        ('"bf16"', '"BF16"', r"wgrad: unknown format 'BF16'; did you mean bf16"),
+        ('"bf16"', '"skip"', r"wgrad: .*not available; write bf16"),
         ('"bf16"', "16", r"wgrad must be a non-empty string, not 16"),
         ('kind = "linear"', 'kind = "liner"', r"unknown kind 'liner'; did you mean linear"),
         ('match = "*"', 'match = "first:0"', r"needs a count of at least 1"),
         ('match = "*"', 'match = "last:two"', r"needs a count of at least 1"),
+        ('match = "*"', 'match = "first:²"', r"needs a count of at least 1.*digits 0 to 9"),
+        ('match = "*"', 'match = "first:٣"', r"needs a count of at least 1.*digits 0 to 9"),
+        ('match = "*"', 'match = "first:1\\n"', r"needs a count of at least 1"),
+        ('match = "*"', 'match = "last:1000000"', r"at most 999999"),
+        ('match = "*"', f'match = "first:{"9" * 5000}"', r"at most 999999"),
         ('why = "because"', 'why = ""', r"rule 1 \(match = '\*'\): why must be a non-empty string"),
         ('why = "because"', "", r"key 'why' is missing"),
         ("schema = 1", "schema = 2", r"schema is 2; this version reads schema 1"),
+        ("schema = 1", "schema = true", r"schema is True; this version reads schema 1"),
+        ("schema = 1", "schema = 1.0", r"schema is 1\.0; this version reads schema 1"),
+        ("schema = 1", f"schema = {'9' * 5000}", r"is not TOML"),
+        ("schema = 1", f"schema = 0x{'f' * 5000}", r"schema is this int"),
+        ("schema = 1", f"schema = {'[' * 5000}", r"nested too deeply"),
         ("schema = 1", "schema = 1\ndefault = 1", r"unknown key 'default'"),
         ("[[rule]]", "[rule]", r"has no \[\[rule\]\]"),
         ("schema = 1", "schema = ", r"is not TOML"),
@@ -74,10 +96,11 @@ def test_odd_text_survives_the_round_trip() -> None:
 def test_bad_recipes(tmp_path: Path, old: str, new: str, says: str) -> None:
     path = tmp_path / "mine.toml"
     assert old in GOOD
-    path.write_text(GOOD.replace(old, new, 1))
+    path.write_text(GOOD.replace(old, new, 1), encoding="utf-8")
     with pytest.raises(RecipeError, match=says) as caught:
         load_recipe(path)
     assert str(path) in str(caught.value)
+    assert len(str(caught.value)) < 600
 
 
 def test_unknown_name_missing_file_and_binary(tmp_path: Path) -> None:
@@ -85,7 +108,28 @@ def test_unknown_name_missing_file_and_binary(tmp_path: Path) -> None:
         load_recipe("mxfp")
     with pytest.raises(RecipeError, match=r"nowhere.toml: cannot be read"):
         load_recipe("./nowhere.toml")
+    with pytest.raises(RecipeError, match=r"recipe 'a/\\x00.toml': is not the path of a file"):
+        load_recipe("a/\0.toml")
     binary = tmp_path / "b.toml"
     binary.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(RecipeError, match="not UTF-8"):
         load_recipe(binary)
+
+
+def test_a_byte_order_mark_and_a_long_why_are_fine(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_bytes(b"\xef\xbb\xbf" + GOOD.encode())
+    assert load_recipe(path) == parse_recipe(GOOD, name="mine")
+    path.write_text(GOOD.replace("because", "because " * 20000))
+    assert len(load_recipe(path).rules[0].why) == 160000
+
+
+def test_counts_of_a_position() -> None:
+    rule = parse_recipe(GOOD.replace('"*"', '"last:12"'), name="a").rules[0]
+    assert rule.position == ("last", 12)
+
+
+@pytest.mark.parametrize("wrong", [3, None, b"mxfp8", ["mxfp8"]])
+def test_something_that_is_no_name_says_what_to_pass(wrong: object) -> None:
+    with pytest.raises(RecipeError, match=r"takes the name of a shipped recipe.*TOML file, not"):
+        load_recipe(wrong)  # type: ignore[arg-type]
