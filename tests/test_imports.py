@@ -33,7 +33,8 @@ LOWPREC: dict[str, str] = {
         "errors formats hardware backends.facts backends.reference backends.emulated"
     ),
     "lowprec.ops": "errors formats tensor policy hardware backends backends.facts",
-    "lowprec.nn.linear": "errors ops policy backends",
+    "lowprec.counting": "policy",
+    "lowprec.nn.linear": "errors ops policy backends counting",
     "lowprec.nn": "nn.linear",
     "lowprec.coverage": "errors",
     "lowprec.matching": "errors recipe",
