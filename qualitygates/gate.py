@@ -19,7 +19,7 @@ import torch
 
 import lowprec
 
-from .errors import GateError
+from .errors import DataError, ExperimentError, GateError
 from .experiment import Experiment
 from .judging import judge_records
 from .progress import Progress
@@ -51,6 +51,7 @@ def run(experiment: Experiment, *, out: Path, workers: int, progress: bool) -> d
     gate = store.write_gate({**promise, **checked})
     verdict: dict[str, Any] = {}
     for look in experiment.looks:
+        _check_recipe_unchanged(experiment, gate)
         jobs = _missing(experiment, store, experiment.seeds[:look])
         with Progress(enabled=progress, jobs=len(jobs), steps=experiment.steps) as shown:
             _execute_all(experiment, store, jobs, workers=workers, shown=shown)
@@ -76,7 +77,38 @@ def _check(experiment: Experiment) -> dict[str, Any]:
         recipe = lowprec.load_recipe(experiment.recipe_source(name))
         lowprec.plan(model, recipe)
         hashes[arm] = recipe.hash
+        if arm == "candidate" and not recipe.quantizes:
+            raise ExperimentError(
+                f"candidate recipe {name!r} quantizes nothing: the gate would compare BF16 with "
+                "itself; the null control does that already"
+            )
+    _draw_one_batch(workload, experiment)
     return {"facts": dict(workload.facts), "recipe_hashes": hashes}
+
+
+def _draw_one_batch(workload: Workload, experiment: Experiment) -> None:
+    """Find a workload that cannot give a batch now, not in every run of the gate."""
+    try:
+        next(workload.training_batches(seed=0, steps=1, batch_size=experiment.batch_size))
+        next(workload.evaluation_batches(batch_size=experiment.batch_size))
+    except (GateError, OSError):
+        raise
+    except StopIteration as error:
+        raise DataError(f"workload {experiment.workload} gives no batch") from error
+    except Exception as error:
+        raise DataError(
+            f"workload {experiment.workload} cannot give a batch: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _check_recipe_unchanged(experiment: Experiment, gate: dict[str, Any]) -> None:
+    """A recipe file edited while the gate runs would make runs that the promise does not cover."""
+    now = lowprec.load_recipe(experiment.recipe_source(experiment.candidate)).hash
+    if now != gate["recipe_hashes"]["candidate"]:
+        raise ExperimentError(
+            f"candidate recipe {experiment.candidate!r} was edited while the gate ran; undo the "
+            "edit, or give the new recipe a gate of its own with --out"
+        )
 
 
 def _load(experiment: Experiment) -> Workload:

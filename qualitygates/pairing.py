@@ -59,6 +59,7 @@ class Promise:
     speed_required: bool
     # The arms that were promised: a control can be switched off, at the price of every ACCEPT.
     arms: tuple[str, ...]
+    recipe_hashes: Mapping[str, str]
 
 
 def read_promise(gate: Mapping[str, Any]) -> Promise:
@@ -103,6 +104,7 @@ def read_promise(gate: Mapping[str, Any]) -> Promise:
         protected_factor=factor,
         speed_required=speed,
         arms=_promised_arms(gate),
+        recipe_hashes=dict(gate.get("recipe_hashes") or {}),
     )
 
 
@@ -133,6 +135,7 @@ def collect(promise: Promise, runs: Sequence[Run]) -> Table:
         of_arm[run["seed"]] = run
     for of_arm in table.values():
         _check_one_recipe(list(of_arm.values()))
+        _check_promised_recipe(promise, list(of_arm.values()))
     for seed in promise.seeds:
         same_seed = [table[arm][seed] for arm in table if seed in table[arm]]
         for other in same_seed[1:]:
@@ -222,6 +225,18 @@ def _check_complete(run: Run) -> None:
             raise RecordError(
                 f"{name(run)}: {recorded} values of {key} for {steps} steps; a run that ended "
                 "early must say so"
+            )
+
+
+def _check_promised_recipe(promise: Promise, runs: Sequence[Run]) -> None:
+    """Runs of another recipe prove nothing about the promised one, however well they pair."""
+    for run in runs:
+        arm = "candidate" if run["arm"] == "candidate" else "baseline"
+        promised = promise.recipe_hashes.get(arm)
+        if promised is not None and run["recipe_hash"] != promised:
+            raise RecordError(
+                f"{name(run)}: recipe_hash is {run['recipe_hash']}, gate.json promised {promised}; "
+                "the recipe file was edited, or the run belongs to another gate"
             )
 
 

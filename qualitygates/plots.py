@@ -161,7 +161,8 @@ def per_seed(verdict: Mapping[str, Any]) -> list[Figure]:
         if entry is None:
             continue
         scale, unit = _UNITS.get(metric, (1e4, "1e-4"))
-        note = "Worse is up. Dots: one seed each; at the right the mean with its interval."
+        up = "Up predicts more; both sides count." if metric == "calibration" else "Worse is up."
+        note = f"{up} Dots: one seed each; at the right the mean with its interval."
         with _axes(figures, f"{name} by seed", note) as axes:
             _seed_dots(axes, entry, null.get(f"trained/{metric}"), scale=scale)
             axes.set_xticks(range(len(verdict["seeds"])), [f"{seed}" for seed in verdict["seeds"]])

@@ -63,9 +63,11 @@ class Progress:
     def _listen(self, ticks: Any) -> None:
         while self.open:
             run = ticks.get()
-            if run not in self.tasks:
-                self.tasks[run] = self.bars.add_task(f"{run[0]}, seed {run[1]}", total=self.steps)
-            self.bars.advance(self.tasks[run])
+            task = self.tasks.get(run)
+            if task is None:
+                task = self.bars.add_task(f"{run[0]}, seed {run[1]}", total=self.steps)
+                self.tasks[run] = task
+            self.bars.advance(task)
             self.bars.advance(self.total)
 
     def finished(self, arm: str, seed: int) -> None:

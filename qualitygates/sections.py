@@ -36,7 +36,8 @@ def evidence(verdict: Mapping[str, Any], figures: Sequence[Figure]) -> Section:
     """Every co-primary metric: its interval against the margin, and the seeds one by one."""
     level = f"{verdict['alpha']:g}" if "alpha" in verdict else "the promised level"
     intro = (
-        "Positive is worse. ACCEPT needs every interval inside its shaded zone, in both forms of "
+        "Positive is worse (calibration: predicts more, and both sides count). "
+        "ACCEPT needs every interval inside its shaded zone, in both forms of "
         f"serving (one-sided level {level} at each look; variance between seeds plus variance of "
         "the finite evaluation set)."
     )

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from .errors import ExperimentError
+from .errors import ExperimentError, GateError
 
 SHIPPED: Final = {
     "flights": "flights",
@@ -129,7 +129,16 @@ def _checked(name: str, build: Callable[..., Any], options: Mapping[str, Any]) -
     ]
     if missing:
         raise ExperimentError(f"workload {name}: option {missing[0]!r} is missing in [options]")
-    workload = build(**options)
+    try:
+        workload = build(**options)
+    except (GateError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        shown = ", ".join(f"{key} = {value!r}" for key, value in options.items() if key != "folder")
+        raise ExperimentError(
+            f"workload {name} cannot be built with {shown or 'no options'}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     lacking = [
         one
         for one in ("name", "facts", "model", "training_batches", "evaluation_batches", "optimizer")

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,9 +14,10 @@ import pytest
 
 import lowprec
 from qualitygates import judge
-from qualitygates.errors import ExperimentError
+from qualitygates.errors import DataError, ExperimentError, RecordError
 from qualitygates.experiment import Experiment
-from qualitygates.gate import run
+from qualitygates.gate import _check_recipe_unchanged, run
+from qualitygates.records import RunStore
 
 FOLDER = Path(__file__).parent
 TOML = """
@@ -185,6 +187,30 @@ def test_the_number_of_workers_changes_no_bit(finished, tmp_path: Path, workers:
     assert contents(tmp_path / "out") == contents(out)
 
 
+def test_runs_of_another_recipe_are_not_judged_under_this_promise(finished, tmp_path: Path) -> None:
+    _, out, _ = finished
+    gate = json.loads((out / "gate.json").read_text())
+    gate["recipe_hashes"]["candidate"] = lowprec.load_recipe("mxfp8-portable").hash
+    store = RunStore(tmp_path / "out")
+    store.write_gate(gate)
+    shutil.copytree(out / "runs", store.runs)
+    with pytest.raises(RecordError, match=r"candidate.*recipe_hash is .* gate.json promised"):
+        judge([tmp_path / "out"])
+
+
+def test_a_recipe_edited_while_the_gate_runs_stops_it(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text(lowprec.load_recipe("mxfp8").to_toml())
+    path = experiment(tmp_path)
+    path.write_text(path.read_text().replace('"mxfp8"', '"./mine.toml"'))
+    checked = Experiment.from_toml(path)
+    gate = {"recipe_hashes": {"candidate": lowprec.load_recipe(recipe).hash}}
+    _check_recipe_unchanged(checked, gate)
+    recipe.write_text(lowprec.load_recipe("mxfp8-portable").to_toml())
+    with pytest.raises(ExperimentError, match="was edited while the gate ran"):
+        _check_recipe_unchanged(checked, gate)
+
+
 def test_a_crashing_candidate_is_rejected(tmp_path: Path) -> None:
     path = experiment(tmp_path, steps=20)
     path.write_text(path.read_text().replace("rows = 8000", "rows = 8000\ncrash = true"))
@@ -200,6 +226,9 @@ def test_a_crashing_candidate_is_rejected(tmp_path: Path) -> None:
         ("rows = 8000", "rowz = 8000", ExperimentError, "unknown option 'rowz'"),
         (":build", ":bild", ExperimentError, "no function 'bild'"),
         ("toy_workload.py", "toy_work.py", ExperimentError, "does not exist"),
+        ('recipe = "mxfp8"', 'recipe = "bf16"', ExperimentError, "quantizes nothing"),
+        ("rows = 8000", 'rows = "many"', ExperimentError, "cannot be built with rows = 'many'"),
+        ("rows = 8000", "rows = 0", DataError, "cannot give a batch"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_written(

@@ -99,8 +99,10 @@ def test_a_file_that_does_not_run(folder: Path) -> None:
 
 
 def test_an_error_of_ones_own_workload_is_not_hidden(folder: Path) -> None:
-    with pytest.raises(RuntimeError, match="the database is down"):
+    says = r"own\.py:broken cannot be built .* RuntimeError: the database is down"
+    with pytest.raises(ExperimentError, match=says) as caught:
         load(folder, "own.py:broken")
+    assert isinstance(caught.value.__cause__, RuntimeError)
 
 
 def test_every_shipped_workload_can_be_built(folder: Path) -> None:
