@@ -11,7 +11,7 @@ from lowprec.backends.facts import Facts
 from lowprec.errors import UnsupportedError
 from lowprec.formats import Cast
 from lowprec.hardware import NAMED, Hardware, current
-from lowprec.policy import Gemm, LinearPolicy, Product
+from lowprec.policy import Gemm, LinearPolicy, Product, casts
 from lowprec.tensor import QuantizedTensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -103,12 +103,7 @@ def product(
 def linear_backends(policy: LinearPolicy, hardware: Hardware | None) -> dict[str, GemmBackends]:
     """Backends of the three products of a linear layer on `hardware` (None: this machine)."""
     hardware = hardware or current()
-    return {
-        name: choose_gemm(gemm.left, gemm.right, hardware)
-        if isinstance(gemm, Gemm)
-        else choose_gemm(None, None, hardware)
-        for name, gemm in policy.items()
-    }
+    return {name: choose_gemm(*casts(one), hardware) for name, one in policy.items()}
 
 
 def _hardware_of(x: torch.Tensor) -> Hardware:

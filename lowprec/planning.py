@@ -17,7 +17,7 @@ from lowprec.errors import PlanError, UnsupportedError
 from lowprec.formats import ALL, nearest_names
 from lowprec.hardware import Hardware, current, named
 from lowprec.matching import deciding_rules
-from lowprec.policy import ALL_BF16, PRODUCTS, Gemm, LinearPolicy, Product, parse_product
+from lowprec.policy import ALL_BF16, PRODUCTS, Gemm, LinearPolicy, Product, casts, parse_product
 from lowprec.recipe import Recipe
 from lowprec.table import render
 
@@ -268,12 +268,7 @@ def _layer_plan(
     notes: Iterable[str],
 ) -> LayerPlan:
     reasons = _padding_notes(policy, shape)
-    backends = {
-        product: choose_gemm(gemm.left, gemm.right, hardware)
-        if isinstance(gemm, Gemm)
-        else choose_gemm(None, None, hardware)
-        for product, gemm in policy.items()
-    }
+    backends = {product: choose_gemm(*casts(one), hardware) for product, one in policy.items()}
     return LayerPlan(name, shape, policy, backends, True, rule, tuple(notes), tuple(reasons))
 
 

@@ -39,6 +39,13 @@ class Gemm:
 
 
 Product = Unquantized | Gemm
+
+
+def casts(product: Product) -> tuple[Cast | None, Cast | None]:
+    """Casts of the left and the right operand; None for operands that stay unquantized."""
+    return (product.left, product.right) if isinstance(product, Gemm) else (None, None)
+
+
 PRODUCTS: Final = ("fprop", "dgrad", "wgrad")
 _SAME_AS_BF16: Final = ("bf16", "bfloat16", "torch.bfloat16")
 _WIDER: Final = ("fp32", "float32", "tf32", "fp16", "float16", "half", "none")

@@ -165,14 +165,6 @@ class RunStore:
         """Where the run of this arm and seed with these inputs is kept."""
         return self.runs / f"{arm}-{seed:03d}-{key[:16]}.json"
 
-    def has(self, key: str) -> bool:
-        """True when a complete, undamaged record with this key is on disk."""
-        for path in self.runs.glob(f"*-{key[:16]}.json"):
-            with contextlib.suppress(RecordError):
-                if read_record(path)["key"] == key:
-                    return True
-        return False
-
     def save(self, record: Mapping[str, Any]) -> Path:
         """Seal a run record, write it, and return its path; raises RecordError."""
         sealed = seal({"schema": SCHEMA, "kind": "run", **record})

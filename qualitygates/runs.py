@@ -61,8 +61,7 @@ def code_hash() -> str:
 
 def run_inputs(experiment: Experiment, arm: str, seed: int) -> Record:
     """Everything that determines the record of one run; its hash is the record's key."""
-    recipe = experiment.candidate if arm == "candidate" else experiment.baseline
-    loaded = lowprec.load_recipe(experiment.recipe_source(recipe))
+    recipe = _recipe(experiment, arm)
     file = experiment.workload.rpartition(":")[0]
     source = (experiment.folder / file).read_bytes() if file else b""
     faults: dict[str, Any] = {}
@@ -79,14 +78,20 @@ def run_inputs(experiment: Experiment, arm: str, seed: int) -> Record:
         "options": dict(experiment.options),
         "steps": experiment.steps,
         "batch_size": experiment.batch_size,
-        "recipe": loaded.to_toml(),
-        "recipe_hash": loaded.hash,
+        "recipe": recipe.to_toml(),
+        "recipe_hash": recipe.hash,
         "arm": arm,
         "seed": seed,
         "faults": faults,
         "code": code_hash(),
         "torch": torch.__version__,
     }
+
+
+def _recipe(experiment: Experiment, arm: str) -> lowprec.Recipe:
+    """The recipe of an arm: both controls run the baseline's."""
+    name = experiment.candidate if arm == "candidate" else experiment.baseline
+    return lowprec.load_recipe(experiment.recipe_source(name))
 
 
 def execute(
@@ -140,8 +145,7 @@ class _Run:
         self.init_hash = _hash_tensors(self.model.state_dict().values())
         if self.inputs["faults"].get("init_ulp"):
             perturb_one_ulp(self.model, seed=stream_seed(self.seed, "perturb"))
-        recipe = self.experiment.candidate if self.arm == "candidate" else self.experiment.baseline
-        self.recipe = lowprec.load_recipe(self.experiment.recipe_source(recipe))
+        self.recipe = _recipe(self.experiment, self.arm)
         self.plan = lowprec.plan(self.model, self.recipe)
         lowprec.apply(self.model, self.plan)
 

@@ -205,9 +205,6 @@ class Clicks:
                 buckets=(users, items, len(_DEVICES), len(_COUNTRIES), _SLOTS, 24),
                 history_buckets=items,
                 history_dense=0,
-                embedding=16,
-                width=192,
-                hidden=(384, 384, 192),
             )
         )
 

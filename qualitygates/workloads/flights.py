@@ -105,7 +105,6 @@ class Flights:
                 buckets=tuple(_CATEGORICAL.values()),
                 history_buckets=_CATEGORICAL["dest"],
                 history_dense=4,
-                embedding=16,
                 width=160,
                 hidden=(320, 320, 160),
             )

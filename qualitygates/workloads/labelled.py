@@ -87,9 +87,6 @@ class LabelledRows:
                 buckets=(schema.buckets,) * len(schema.categorical),
                 history_buckets=schema.buckets if schema.history else 0,
                 history_dense=0,
-                embedding=16,
-                width=192,
-                hidden=(384, 384, 192),
             )
         )
 

@@ -27,9 +27,9 @@ class Sizes:
     buckets: tuple[int, ...]
     history_buckets: int
     history_dense: int
-    embedding: int
-    width: int
-    hidden: tuple[int, ...]
+    embedding: int = 16
+    width: int = 192
+    hidden: tuple[int, ...] = (384, 384, 192)
 
 
 class PreNorm(nn.Sequential):
