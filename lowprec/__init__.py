@@ -9,6 +9,8 @@ from lowprec.nn import Linear
 from lowprec.ops import dequantize, quantize
 from lowprec.planning import Plan, plan
 from lowprec.recipe import Recipe, load_recipe
+from lowprec.rng import RandomStream
+from lowprec.stepping import set_step
 from lowprec.telemetry import Observation, observe
 from lowprec.tensor import QuantizedTensor
 
@@ -22,6 +24,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "QuantizedTensor",
+    "RandomStream",
     "Recipe",
     "RecipeError",
     "UnsupportedError",
@@ -32,4 +35,5 @@ __all__ = [
     "plan",
     "quantize",
     "restore",
+    "set_step",
 ]

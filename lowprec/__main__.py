@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lines = {
             "recipes": _recipes,
             "show": lambda: [load_recipe(arguments.name).to_toml().rstrip()],
-            "plan": lambda: [_plan(arguments.model, arguments.recipe, arguments.hardware)],
+            "plan": lambda: [_plan(arguments)],
             "formats": _formats,
         }[arguments.command]()
     except LowprecError as error:
@@ -67,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     plan_.add_argument("model", help="FILE.py:FUNCTION; the function returns the model")
     plan_.add_argument("recipe", help="a shipped recipe, or the path of a TOML file")
     plan_.add_argument("--hardware", help=f"plan for {', '.join(NAMED)}; default: this machine")
+    plan_.add_argument("--steps", type=int, help="training steps, for recipes with a schedule")
     commands.add_parser("formats", help="list the formats")
     return parser
 
@@ -93,13 +94,14 @@ def _formats() -> list[str]:
     return render(["format", "element", "block", "scale", "bits/value", "scale rules"], rows)
 
 
-def _plan(target: str, recipe_name: str, hardware_name: str | None) -> str:
+def _plan(arguments: argparse.Namespace) -> str:
+    target: str = arguments.model
     file, _, function = target.rpartition(":")
     if not file or not Path(file).is_file():
         raise PlanError(f"{target!r}: write FILE.py:FUNCTION, with a file that exists")
     # All that can be wrong here is said before code of the user's runs, which may take long.
-    recipe = load_recipe(recipe_name)
-    hardware = None if hardware_name is None else named(hardware_name)
+    recipe = load_recipe(arguments.recipe)
+    hardware = None if arguments.hardware is None else named(arguments.hardware)
     # The plan is what stdout holds; what the file prints goes past it.
     with contextlib.redirect_stdout(sys.stderr), _first_on_path(Path(file).resolve().parent):
         build = _builder(file, function, _run_file(file))
@@ -107,7 +109,7 @@ def _plan(target: str, recipe_name: str, hardware_name: str | None) -> str:
             model = build()
         if not isinstance(model, torch.nn.Module):
             raise PlanError(f"{target} returned {type(model).__qualname__}, not a torch.nn.Module")
-        return str(plan(model, recipe, hardware=hardware))
+        return str(plan(model, recipe, hardware=hardware, steps=arguments.steps))
 
 
 def _run_file(file: str) -> dict[str, Any]:

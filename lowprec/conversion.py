@@ -8,16 +8,19 @@ import torch
 
 from lowprec.coverage import left_alone_because, linear_layers
 from lowprec.errors import PlanError
+from lowprec.layer_plan import LayerPlan
 from lowprec.nn import REPLACEMENTS, Linear, Products
-from lowprec.planning import LayerPlan, Plan
+from lowprec.planning import Plan
 
 
 def apply(model: torch.nn.Module, plan: Plan) -> torch.nn.Module:
     """Turn every layer that `plan` covers into ours, in place, and return the same model.
 
     The module objects stay the same: Parameters, ties, hooks, references, train/eval mode and
-    state_dict are untouched. Everything is checked before anything is changed. Raises PlanError
-    when the model is not the one that the plan was made for, or is already converted.
+    state_dict are untouched. Everything is checked before anything is changed. On a model that is
+    converted already the plan takes the place of the old one (the same plan changes nothing): so a
+    layer is demoted by `plan.with_layer` in the middle of training; counts and the position in
+    training go on. Raises PlanError when the model is not the one that the plan was made for.
     """
     if not isinstance(plan, Plan):
         raise PlanError(f"apply takes a plan, not {plan!r}; make one with lowprec.plan")
@@ -33,22 +36,31 @@ def apply(model: torch.nn.Module, plan: Plan) -> torch.nn.Module:
                 f"the plan names layer {layer.name!r}, which this model does not have as a linear "
                 "layer of its own"
             )
+        module, parent = found[layer.name]
         if layer.converted:
-            module, parent = found[layer.name]
             _check(layer, module, parent)
             covered.append((module, layer))
+        elif module.__dict__.get("lowprec_applied"):
+            raise PlanError(
+                f"the plan leaves layer {layer.name!r} as it is, which an earlier plan converted; "
+                "call lowprec.restore(model) first"
+            )
     for module, layer in covered:
+        if isinstance(module, Linear):
+            module.lowprec_products.replan(layer.stages, seed=plan.seed)
+            continue
         ours: Any = REPLACEMENTS[type(module)]
         module.__class__ = ours
-        module.__dict__["lowprec_products"] = Products(layer.policy, layer.backends)
+        products = Products(layer.stages, layer=layer.name, seed=plan.seed)
+        module.__dict__["lowprec_products"] = products
         module.__dict__["lowprec_applied"] = True
     return model
 
 
 def _check(layer: LayerPlan, module: torch.nn.Linear, parent: torch.nn.Module) -> None:
-    if isinstance(module, Linear):
-        raise PlanError(f"layer {layer.name!r} is already converted; lowprec.restore(model)")
-    if reason := left_alone_because(module, parent=parent):
+    if type(module) is Linear and module.lowprec_applied:
+        pass
+    elif reason := left_alone_because(module, parent=parent):
         raise PlanError(f"layer {layer.name!r} can no longer be converted: {reason}")
     shape = (module.out_features, module.in_features)
     if shape != layer.shape:

@@ -42,11 +42,21 @@ class ScaleRule(StrEnum):
     EVEN = "even"
     EXACT = "exact"
 
+    @property
+    def clips(self) -> bool:
+        """True when the largest values of a block may lie above what its scale can hold."""
+        return self in (ScaleRule.FLOOR, ScaleRule.EVEN)
+
 
 class Rounding(StrEnum):
-    """How a scaled value becomes a code: to the nearest, ties to even."""
+    """How a scaled value becomes a code.
+
+    NEAREST: to the nearest, ties to even. STOCHASTIC: up or down with the probability that makes
+    the expected value exact.
+    """
 
     NEAREST = "nearest"
+    STOCHASTIC = "sr"
 
 
 @dataclass(frozen=True)
@@ -199,8 +209,9 @@ FORMATS: Final = _table()
 class Cast:
     """How to get into a format: the format, the scale rule and the rounding.
 
-    Written `FORMAT` or `FORMAT:RULE`, for example `mxfp8` (RCEIL) or `mxfp8:floor`.
-    Raises UnsupportedError when the format cannot use the scale rule.
+    Written `FORMAT[:RULE][:sr]`, for example `mxfp8` (RCEIL, nearest), `mxfp8:floor`, `mxfp4:sr`.
+    Raises UnsupportedError when the format cannot use the scale rule, and for stochastic rounding
+    under a rule that clips: what is clipped is always rounded down, which biases it.
     """
 
     format: Format
@@ -214,23 +225,43 @@ class Cast:
                 f"format {self.format.name}: scale rule {self.scale_rule} does not apply; "
                 f"allowed: {allowed}"
             )
+        if self.stochastic and self.scale_rule.clips:
+            allowed = ", ".join(rule for rule in self.format.scale_rules if not rule.clips)
+            raise UnsupportedError(
+                f"format {self.format.name}: stochastic rounding needs a scale rule that clips "
+                f"nothing, or the largest values of a block are biased; {self.scale_rule} clips, "
+                f"allowed: {allowed}"
+            )
+
+    @property
+    def stochastic(self) -> bool:
+        """True when the cast draws random bits."""
+        return self.rounding is Rounding.STOCHASTIC
 
     @classmethod
     def parse(cls, text: str) -> Cast:
-        """Read `FORMAT` or `FORMAT:RULE`; raises UnsupportedError with the nearest known name."""
-        name, colon, rule = text.strip().partition(":")
+        """Read `FORMAT[:RULE][:sr]`; raises UnsupportedError with the nearest known name."""
+        name, *options = text.strip().split(":")
         if name not in FORMATS:
             raise UnsupportedError(f"unknown format {name!r}; {nearest_names(name, FORMATS)}")
         fmt = FORMATS[name]
-        if not colon:
-            return cls(fmt, fmt.scale_rules[0])
-        if rule not in list(ScaleRule):
+        rounding = Rounding.NEAREST
+        if options[-1:] == [Rounding.STOCHASTIC.value]:
+            rounding = Rounding.STOCHASTIC
+            del options[-1]
+        if not options:
+            return cls(fmt, fmt.scale_rules[0], rounding)
+        if len(options) > 1 or options[0] not in list(ScaleRule):
+            shown = ":".join(options)
+            known = (*ScaleRule, Rounding.STOCHASTIC)
             raise UnsupportedError(
-                f"unknown scale rule {rule!r} in {text!r}; {nearest_names(rule, ScaleRule)}"
+                f"unknown scale rule {shown!r} in {text!r}; {nearest_names(shown, known)} "
+                "(write FORMAT, FORMAT:RULE, FORMAT:sr or FORMAT:RULE:sr)"
             )
-        return cls(fmt, ScaleRule(rule))
+        return cls(fmt, ScaleRule(options[0]), rounding)
 
     def __str__(self) -> str:
-        if self.scale_rule is self.format.scale_rules[0]:
-            return self.format.name
-        return f"{self.format.name}:{self.scale_rule}"
+        text = self.format.name
+        if self.scale_rule is not self.format.scale_rules[0]:
+            text += f":{self.scale_rule}"
+        return f"{text}:{self.rounding}" if self.stochastic else text

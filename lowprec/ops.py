@@ -6,30 +6,42 @@ from typing import Any
 
 import torch
 
-from lowprec.backends import MODULES, GemmBackends, choose, choose_gemm
+from lowprec.backends import MODULES, choose
 from lowprec.backends.facts import Facts
 from lowprec.errors import UnsupportedError
 from lowprec.formats import Cast
 from lowprec.hardware import NAMED, Hardware, current
-from lowprec.policy import Gemm, LinearPolicy, Product, casts
+from lowprec.rng import RandomStream
 from lowprec.tensor import QuantizedTensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def quantize(
-    x: torch.Tensor, cast: Cast | str, *, axis: int = -1, backend: str | None = None
+    x: torch.Tensor,
+    cast: Cast | str,
+    *,
+    axis: int = -1,
+    generator: RandomStream | None = None,
+    backend: str | None = None,
 ) -> QuantizedTensor:
     """Cast a tensor to a low-precision format along `axis`, the contraction axis.
 
     x: any shape, float32, bfloat16, float16 or float64 (read as float32); strided views are fine.
-    cast: a Cast or its text (`mxfp8`, `mxfp8:floor`). Returns codes of x's shape and one scale a
-    block; a block with Inf or NaN gets a NaN scale (E8M0 255) and codes 0, so it decodes to NaN; a
-    block of zeros gets the smallest scale. Codes and scales are the same bits on every backend.
-    backend: a name, or None for the first that does not refuse. Raises UnsupportedError for an
-    unknown format, a missing axis, or a dtype that is not floating.
+    cast: a Cast or its text (`mxfp8`, `mxfp8:floor`, `mxfp4:sr`). Returns codes of x's shape and a
+    scale for each block; a block with Inf or NaN gets a NaN scale (E8M0 255) and codes 0, so it
+    decodes to NaN; zeros get the smallest scale. The bits are the same on every backend.
+    generator: the random bits of a stochastic cast (others draw none); torch's own generators are
+    never touched. backend: a name, or None for the first that does not refuse. Raises
+    UnsupportedError for an unknown format, a missing axis, a dtype that is not floating, a tensor
+    that is quantized already, and a stochastic cast without generator.
     """
     cast = Cast.parse(cast) if isinstance(cast, str) else cast
+    if isinstance(x, QuantizedTensor):
+        raise UnsupportedError(
+            f"quantize to {cast}: the tensor is {x.format.name} already, and casting twice loses "
+            "more than casting once (up to 1.4 dB in FP4); cast the high-precision source"
+        )
     if not isinstance(cast, Cast) or not isinstance(x, torch.Tensor):
         raise UnsupportedError(
             "quantize takes a tensor and a Cast or its text such as 'mxfp8'; "
@@ -39,9 +51,16 @@ def quantize(
         raise UnsupportedError(
             f"quantize to {cast}: x is {x.dtype}, not one of {', '.join(map(str, FLOATS))}"
         )
+    if cast.stochastic and not isinstance(generator, RandomStream):
+        raise UnsupportedError(
+            f"quantize to {cast}: stochastic rounding needs generator=lowprec.RandomStream(seed, "
+            f"...), not {type(generator).__qualname__}: the bits must be the same when a step is "
+            "computed again"
+        )
     if backend is None:
         backend = choose("quantize", Facts(_hardware_of(x), cast, None)).backend
-    result: QuantizedTensor = _module(backend).quantize(x, cast, axis=axis)
+    stream = generator if cast.stochastic else None
+    result: QuantizedTensor = _module(backend).quantize(x, cast, axis=axis, stream=stream)
     return result
 
 
@@ -77,33 +96,6 @@ def matmul(
         )
     result: torch.Tensor = _module(backend).matmul(a, b, bias=bias, out_dtype=out_dtype)
     return result
-
-
-def product(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    *,
-    precision: Product,
-    backends: GemmBackends,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """One GEMM of a layer: a [M, K] times b [N, K] transposed in the precision of the plan.
-
-    The result is bfloat16; unquantized float64 operands give float64 (for gradient checks).
-    """
-    if not isinstance(precision, Gemm):
-        wide = a.dtype == torch.float64
-        out = torch.float64 if wide else torch.bfloat16
-        return matmul(a, b, bias=bias, out_dtype=out, backend=backends.product)
-    left = quantize(a, precision.left, axis=-1, backend=backends.left)
-    right = quantize(b, precision.right, axis=-1, backend=backends.right)
-    return matmul(left, right, bias=bias, backend=backends.product)
-
-
-def linear_backends(policy: LinearPolicy, hardware: Hardware | None) -> dict[str, GemmBackends]:
-    """Backends of the three products of a linear layer on `hardware` (None: this machine)."""
-    hardware = hardware or current()
-    return {name: choose_gemm(*casts(one), hardware) for name, one in policy.items()}
 
 
 def _hardware_of(x: torch.Tensor) -> Hardware:

@@ -9,6 +9,7 @@ from typing import Final
 
 from lowprec.errors import UnsupportedError
 from lowprec.formats import FORMATS, Cast, nearest_names
+from lowprec.rotation import Rotation
 
 
 class Unquantized(Enum):
@@ -23,22 +24,42 @@ class Unquantized(Enum):
 BF16: Final = Unquantized.BF16
 
 
+class Skipped(Enum):
+    """A product that is not computed: only wgrad, whose weight then gets no gradient from it."""
+
+    SKIP = "skip"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+SKIP: Final = Skipped.SKIP
+
+
 @dataclass(frozen=True)
 class Gemm:
-    """A quantized product: the cast of the left operand and the cast of the right one.
+    """A quantized product: the casts of both operands, and the rotation of both, if any.
 
-    Both run along the contraction. Left x right is x by w in fprop, dy by w in dgrad, dy by x in
-    wgrad. Written `CAST x CAST`, or one `CAST` when they are equal.
+    All run along the contraction. Left x right is x by w in fprop, dy by w in dgrad, dy by x in
+    wgrad. Written `CAST x CAST`, or one `CAST` when they are equal, with ` + rht32` for a rotation.
     """
 
     left: Cast
     right: Cast
+    rotation: Rotation | None = None
+
+    @property
+    def random(self) -> bool:
+        """True when the product draws random bits."""
+        seeded = self.rotation is not None and self.rotation.seeded
+        return self.left.stochastic or self.right.stochastic or seeded
 
     def __str__(self) -> str:
-        return str(self.left) if self.left == self.right else f"{self.left} x {self.right}"
+        text = str(self.left) if self.left == self.right else f"{self.left} x {self.right}"
+        return text if self.rotation is None else f"{text} + {self.rotation}"
 
 
-Product = Unquantized | Gemm
+Product = Unquantized | Skipped | Gemm
 
 
 def casts(product: Product) -> tuple[Cast | None, Cast | None]:
@@ -52,21 +73,30 @@ _WIDER: Final = ("fp32", "float32", "tf32", "fp16", "float16", "half", "none")
 
 
 def parse_product(text: str) -> Product:
-    """Read `bf16`, `CAST` or `CAST x CAST`; raises UnsupportedError with the nearest known name."""
-    if text.strip() == BF16.value:
-        return BF16
-    parts = [part.strip() for part in text.split(" x ")]
-    if len(parts) > 2 or not all(parts):
+    """Read `bf16`, `skip`, `CAST` or `CAST x CAST`, the casts with ` + ROTATION` if wanted.
+
+    Raises UnsupportedError with the nearest known name.
+    """
+    for whole in (BF16, SKIP):
+        if text.strip() == whole.value:
+            return whole
+    operands, plus, rotation = text.partition(" + ")
+    parts = [part.strip() for part in operands.split(" x ")]
+    if len(parts) > 2 or not all(parts) or bool(plus) != bool(rotation.strip()):
         raise UnsupportedError(
-            f"cannot read the product {text!r}; write 'bf16', 'FORMAT' or 'LEFT x RIGHT', "
-            "for example 'mxfp8 x mxfp8_32x32'"
+            f"cannot read the product {text!r}; write 'bf16', 'FORMAT' or 'LEFT x RIGHT', with "
+            "' + rht32' for a rotation, for example 'mxfp8 x mxfp8_32x32'"
+        )
+    if set(parts) == {BF16.value}:
+        raise UnsupportedError(
+            f"{text!r}: a product in bf16 is written 'bf16', and rotates nothing"
         )
     if BF16.value in parts:
         raise UnsupportedError(
             f"{text!r} quantizes one operand only; a product is 'bf16' or has both operands cast"
         )
     casts = [_cast(part) for part in parts]
-    return Gemm(casts[0], casts[-1])
+    return Gemm(casts[0], casts[-1], Rotation.parse(rotation) if plus else None)
 
 
 def _cast(text: str) -> Cast:
@@ -77,7 +107,7 @@ def _cast(text: str) -> Cast:
     if name == BF16.value:
         hint = "bf16 is not quantized and takes no scale rule"
     elif plain == "skip":
-        hint = "leaving a product out (skipping wgrad) is not available; write bf16"
+        hint = "skip stands alone, and only for wgrad"
     elif plain in _SAME_AS_BF16:
         hint = "did you mean bf16?"
     elif plain in _WIDER:
@@ -92,12 +122,36 @@ class LinearPolicy:
     """The precision of the three products of a linear layer.
 
     y = x w^T (fprop, contracts K), dx = dy w (dgrad, contracts N), dw = dy^T x (wgrad, contracts
-    the rows).
+    the rows). Raises UnsupportedError when anything but wgrad is skipped.
     """
 
     fprop: Product
     dgrad: Product
     wgrad: Product
+
+    def __post_init__(self) -> None:
+        for name in ("fprop", "dgrad"):
+            if getattr(self, name) is SKIP:
+                raise UnsupportedError(f"{name} cannot be skipped; only wgrad can")
+
+    @classmethod
+    def parse(cls, text: str) -> LinearPolicy:
+        """Read `PRODUCT` for all three, or `FPROP / DGRAD / WGRAD`."""
+        parts = text.split(" / ")
+        if len(parts) not in (1, 3):
+            raise UnsupportedError(
+                f"cannot read the policy {text!r}; write one product for all three, or "
+                "'FPROP / DGRAD / WGRAD'"
+            )
+        return cls(*map(parse_product, parts * (3 // len(parts))))
+
+    def __str__(self) -> str:
+        return " / ".join(str(product) for _, product in self.items())
+
+    @property
+    def random(self) -> bool:
+        """True when at least one product draws random bits."""
+        return any(isinstance(product, Gemm) and product.random for _, product in self.items())
 
     @property
     def quantizes(self) -> bool:

@@ -18,10 +18,11 @@ from lowprec.policy import PRODUCTS, LinearPolicy, parse_product
 
 SCHEMA: Final = 1
 KINDS: Final = ("linear",)
-_RECIPE_KEYS: Final = ("schema", "why", "rule")
-_RULE_KEYS: Final = ("match", "kind", "why", *PRODUCTS)
+_RECIPE_KEYS: Final = ("schema", "why", "seed", "rule")
+_RULE_KEYS: Final = ("match", "kind", "why", "from_step", "last_fraction", *PRODUCTS)
 _POSITION: Final = re.compile(r"(first|last):(.*)", re.DOTALL)
-_COUNT: Final = re.compile(r"[1-9][0-9]{0,5}")
+_COUNT: Final = re.compile(r"[1-9][0-9]{0,5}|[1-9][0-9]?%")
+_LAST_STEP: Final = 2**32 - 1
 _SHOWN: Final = 80
 
 
@@ -30,19 +31,44 @@ class Rule:
     """One rule: a pattern on full layer names (or a position), a kind, a policy, and why.
 
     `match` is a shell-style glob on the full dotted name, or `first:N` / `last:N`: the first or
-    last N layers of that kind in the model's order.
+    last N layers of that kind in the model's order (`last:15%`: that share of them, rounded up).
+    A scheduled rule holds from step `from_step` on, or for the `last_fraction` of all steps.
     """
 
     match: str
     kind: str
     policy: LinearPolicy
     why: str
+    from_step: int = 0
+    last_fraction: float | None = None
 
     @property
-    def position(self) -> tuple[str, int] | None:
-        """("first" | "last", N) for a position rule, None for a name pattern."""
+    def scheduled(self) -> bool:
+        """True when the rule does not hold from the first step on."""
+        return self.from_step > 0 or self.last_fraction is not None
+
+    def position(self, layers: int) -> tuple[str, int] | None:
+        """("first" | "last", N) of a position rule among `layers` layers, None for a pattern."""
         found = _POSITION.fullmatch(self.match)
-        return (found[1], int(found[2])) if found else None
+        if not found:
+            return None
+        count = found[2]
+        share = count.endswith("%")
+        return found[1], -(-layers * int(count[:-1]) // 100) if share else int(count)
+
+    def start(self, steps: int | None) -> int:
+        """The step from which the rule holds, of a training with `steps` steps in all.
+
+        Raises RecipeError when the rule needs that number and it is not known.
+        """
+        if self.last_fraction is None:
+            return self.from_step
+        if steps is None:
+            raise RecipeError(
+                f"the rule for {self.match!r} holds for the last {self.last_fraction:g} of "
+                "training: say how many steps there are, as in plan(model, recipe, steps=10000)"
+            )
+        return steps - int(steps * self.last_fraction)
 
 
 @dataclass(frozen=True)
@@ -52,14 +78,21 @@ class Recipe:
     name: str
     why: str
     rules: tuple[Rule, ...]
+    seed: int = 0
 
     @property
     def hash(self) -> str:
-        """SHA-256 of the decisions: rules in order, without the name and the prose."""
-        decisions = [
-            [rule.match, rule.kind, *(str(product) for _, product in rule.policy.items())]
-            for rule in self.rules
-        ]
+        """SHA-256 of the decisions: rules in order, without the name and the prose.
+
+        The seed counts where random bits are drawn, the schedule where there is one.
+        """
+        decisions: list[Any] = []
+        for rule in self.rules:
+            products = (str(product) for _, product in rule.policy.items())
+            schedule = [rule.from_step, rule.last_fraction] if rule.scheduled else []
+            decisions.append([rule.match, rule.kind, *products, *schedule])
+        if any(rule.policy.random for rule in self.rules):
+            decisions.append(self.seed)
         return hashlib.sha256(json.dumps(decisions).encode()).hexdigest()
 
     @property
@@ -70,9 +103,15 @@ class Recipe:
     def to_toml(self) -> str:
         """The recipe as a TOML file that `load_recipe` reads back to an equal recipe."""
         lines = [f"schema = {SCHEMA}", f"why = {_quote(self.why)}"]
+        if self.seed:
+            lines.append(f"seed = {self.seed}")
         for rule in self.rules:
             lines += ["", "[[rule]]", f"match = {_quote(rule.match)}", f'kind = "{rule.kind}"']
             lines += [f'{name} = "{product}"' for name, product in rule.policy.items()]
+            if rule.from_step:
+                lines.append(f"from_step = {rule.from_step}")
+            if rule.last_fraction is not None:
+                lines.append(f"last_fraction = {rule.last_fraction!r}")
             lines.append(f"why = {_quote(rule.why)}")
         return "\n".join(lines) + "\n"
 
@@ -149,7 +188,12 @@ def parse_recipe(text: str, *, name: str) -> Recipe:
     rules = data.get("rule")
     if not isinstance(rules, list) or not rules:
         raise RecipeError("has no [[rule]]; a recipe needs at least one")
-    return Recipe(name=name, why=_text(data, "why"), rules=tuple(_rules(rules)))
+    return Recipe(
+        name=name,
+        why=_text(data, "why"),
+        rules=tuple(_rules(rules)),
+        seed=_whole(data, "seed", least=0, most=2**64 - 1),
+    )
 
 
 def _rules(rules: list[Any]) -> Iterator[Rule]:
@@ -173,11 +217,36 @@ def _rule(data: Any) -> Rule:
     position = _POSITION.fullmatch(match)
     if position and not _COUNT.fullmatch(position[2]):
         raise RecipeError(
-            f"position {_shown(match)} needs a count of at least 1 and at most 999999, in the "
-            "digits 0 to 9, as in 'first:2'"
+            f"position {_shown(match)} needs a count of at least 1 and at most 999999 in the "
+            "digits 0 to 9, as in 'first:2', or a share from 1% to 99%, as in 'last:15%'"
         )
     products = {key: _product(data, key) for key in PRODUCTS}
-    return Rule(match=match, kind=kind, policy=LinearPolicy(**products), why=why)
+    if "from_step" in data and "last_fraction" in data:
+        raise RecipeError("has both from_step and last_fraction; a schedule has one start")
+    return Rule(
+        match=match,
+        kind=kind,
+        policy=LinearPolicy(**products),
+        why=why,
+        from_step=_whole(data, "from_step", least=1, most=_LAST_STEP) if "from_step" in data else 0,
+        last_fraction=_fraction(data, "last_fraction"),
+    )
+
+
+def _whole(data: Mapping[str, Any], key: str, *, least: int, most: int) -> int:
+    value = data.get(key, 0)
+    if key in data and (type(value) is not int or not least <= value <= most):
+        raise RecipeError(
+            f"{key} must be a whole number from {least} to {most}, not {_shown(value)}"
+        )
+    return int(value)
+
+
+def _fraction(data: Mapping[str, Any], key: str) -> float | None:
+    value = data.get(key)
+    if value is not None and (type(value) is not float or not 0 < value < 1):
+        raise RecipeError(f"{key} must be a number between 0.0 and 1.0, not {_shown(value)}")
+    return value
 
 
 def _product(data: Mapping[str, Any], key: str) -> Any:

@@ -26,10 +26,6 @@ def observe(model: torch.nn.Module) -> Observation:
     for name, module in model.named_modules():
         if not isinstance(module, Linear):
             continue
-        ran = module.lowprec_products
-        gemms[name] = {}
-        for product, (planned, float64) in zip(PRODUCTS, ran.counter.counts, strict=True):
-            precision = str(getattr(ran.policy, product))
-            entry = {precision: planned, "float64": float64}
-            gemms[name][product] = {key: count for key, count in entry.items() if count}
+        counts = module.lowprec_products.counts
+        gemms[name] = {key: dict(ran) for key, ran in zip(PRODUCTS, counts, strict=True)}
     return Observation(gemms)

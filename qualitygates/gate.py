@@ -75,7 +75,7 @@ def _check(experiment: Experiment) -> dict[str, Any]:
     hashes = {}
     for arm, name in (("baseline", experiment.baseline), ("candidate", experiment.candidate)):
         recipe = lowprec.load_recipe(experiment.recipe_source(name))
-        lowprec.plan(model, recipe)
+        lowprec.plan(model, recipe, steps=experiment.steps)
         hashes[arm] = recipe.hash
         if arm == "candidate" and not recipe.quantizes:
             raise ExperimentError(

@@ -146,7 +146,7 @@ class _Run:
         if self.inputs["faults"].get("init_ulp"):
             perturb_one_ulp(self.model, seed=stream_seed(self.seed, "perturb"))
         self.recipe = _recipe(self.experiment, self.arm)
-        self.plan = lowprec.plan(self.model, self.recipe)
+        self.plan = lowprec.plan(self.model, self.recipe, steps=self.experiment.steps)
         lowprec.apply(self.model, self.plan)
 
     def train(self, tick: Callable[[], None]) -> None:
@@ -161,6 +161,7 @@ class _Run:
         self.model.train()
         for step, batch in enumerate(batches):
             self.order.add(batch)
+            lowprec.set_step(self.model, step)
             optimizer.zero_grad(set_to_none=True)
             loss = _loss(self.model, batch, where=f"training step {step}")
             loss.backward()
@@ -270,19 +271,25 @@ class _Run:
 
 
 def executed_as_planned(plan: lowprec.Plan, gemms: dict[str, Any], steps: int) -> bool:
-    """True when every converted layer ran each product at the planned precision and no other.
+    """True when every converted layer ran each product at the planned precisions and no other.
 
-    Forward and wgrad ran at least once a step; dgrad may never run where nothing below trains.
+    Forward and wgrad ran at least once a step, each in the precision of that step's stage; dgrad
+    may never run where nothing below trains, a skipped wgrad must not.
     """
     for layer in plan.layers:
         if not layer.converted:
             continue
         ran = gemms.get(layer.name, {})
-        for product, precision in layer.policy.items():
-            counts = ran.get(product, {})
-            if set(counts) - {str(precision)}:
+        starts = [stage.from_step for stage in layer.stages] + [steps]
+        for product in ("fprop", "dgrad", "wgrad"):
+            counts, least = ran.get(product, {}), dict.fromkeys(layer.precisions(product), 0)
+            for index, stage in enumerate(layer.stages):
+                precision = str(getattr(stage.policy, product))
+                if precision in least and product != "dgrad":
+                    least[precision] += starts[index + 1] - starts[index]
+            if set(counts) - set(least):
                 return False
-            if product != "dgrad" and counts.get(str(precision), 0) < steps:
+            if any(counts.get(precision, 0) < count for precision, count in least.items()):
                 return False
     return True
 

@@ -23,6 +23,7 @@ from lowprec.blocks import (
 )
 from lowprec.errors import UnsupportedError
 from lowprec.formats import E4M3, E5M2, Cast, Element
+from lowprec.rng import RandomStream
 from lowprec.tensor import QuantizedTensor
 
 # An 8-bit float, sign-extended and shifted, has sign and fields where float32 has them once the
@@ -34,13 +35,19 @@ def refuse(op: str, facts: Facts) -> str | None:
     """Casts to 8-bit one-level formats have a fast path here; products exist for every format."""
     if op == "quantize" and facts.left is not None:
         fmt = facts.left.format
+        if facts.left.stochastic:
+            return "no fast stochastic rounding"
         if fmt.outer or fmt.element.name not in _WIDEN:
             return f"no fast cast to {fmt.name}"
     return None
 
 
-def quantize(x: torch.Tensor, cast: Cast, *, axis: int) -> QuantizedTensor:
+def quantize(
+    x: torch.Tensor, cast: Cast, *, axis: int, stream: RandomStream | None = None
+) -> QuantizedTensor:
     """Cast `x` along `axis` through torch's own float8 conversion, clamped before it."""
+    if stream is not None:
+        raise UnsupportedError("emulated: no fast stochastic rounding; use the reference")
     matrix = Matrix.of(x, cast.format, axis)
     element, data, inner_axis = cast.format.element, matrix.data.detach(), matrix.axis
     # Work in the order of memory: a transposed view is cast along its other axis instead.

@@ -19,6 +19,7 @@ from lowprec.blocks import (
     reciprocal_power,
 )
 from lowprec.formats import E2M1, E4M3, Cast, Element
+from lowprec.rng import RandomStream
 from lowprec.tensor import QuantizedTensor
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -49,13 +50,37 @@ def encode(values: torch.Tensor, element: Element) -> torch.Tensor:
     return (code | sign).to(torch.uint8)
 
 
+def encode_stochastic(values: torch.Tensor, words: torch.Tensor, element: Element) -> torch.Tensor:
+    """Codes (uint8) of float32 values, up or down by random 32-bit words (int32), saturating.
+
+    Normal values: the low s = 23 - mantissa bits of the word are added to the float32 bits before
+    they are cut off, so P(up) is exactly the fraction that is cut. Subnormal values: the fraction
+    of a quantum, cut to 28 bits, against the upper 28 bits of the word. Values must not be NaN.
+    """
+    bits = values.view(torch.int32)
+    magnitude, size = bits & 0x7FFFFFFF, values.abs()
+    shift = 23 - element.mantissa_bits
+    rebias = (127 - element.bias) << element.mantissa_bits
+    normal = ((magnitude + (words & ((1 << shift) - 1))) >> shift) - rebias
+    quanta = size.clamp(max=2.0**element.emin) * (1 / element.quantum)
+    whole = quanta.floor()
+    fraction = ((quanta - whole) * 2.0**28).int()
+    subnormal = whole.int() + ((fraction + ((words >> 4) & 0xFFFFFFF)) >> 28)
+    code = torch.where(size < 2.0**element.emin, subnormal, normal)
+    code = torch.where(size >= element.max, element.max_code, code).clamp(max=element.max_code)
+    sign = (bits < 0).int() << (element.bits - 1)
+    return (code | sign).to(torch.uint8)
+
+
 def decode(codes: torch.Tensor, element: Element) -> torch.Tensor:
     """Values (float32) of codes (uint8), by table."""
     table = torch.tensor(element.values, dtype=torch.float32, device=codes.device)
     return table[codes.int()]
 
 
-def quantize(x: torch.Tensor, cast: Cast, *, axis: int) -> QuantizedTensor:
+def quantize(
+    x: torch.Tensor, cast: Cast, *, axis: int, stream: RandomStream | None = None
+) -> QuantizedTensor:
     """Cast `x` (any floating dtype, read as float32) along `axis`; see lowprec.quantize."""
     matrix = Matrix.of(x, cast.format, axis)
     blocking = Blocking.of(matrix.data.shape, cast.format, matrix.axis)
@@ -69,7 +94,12 @@ def quantize(x: torch.Tensor, cast: Cast, *, axis: int) -> QuantizedTensor:
     else:
         scales = float_scales(amax, cast.format.element)
         values = torch.where(amax.isfinite(), blocks / scales, 0.0)
-    codes = encode(values, cast.format.element)
+    if stream is None:
+        codes = encode(values, cast.format.element)
+    else:
+        words = stream.words_like(x)
+        words = blocking.split(Matrix.of(words, cast.format, axis).data)
+        codes = encode_stochastic(values, words, cast.format.element)
     return QuantizedTensor(
         codes=matrix.restore(blocking.join(codes), is_scale=False),
         scales=matrix.restore(scales.squeeze(-1).squeeze(-2), is_scale=True),

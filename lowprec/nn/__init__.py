@@ -7,7 +7,8 @@ from typing import Final
 
 import torch
 
-from lowprec.nn.linear import Linear, Products
+from lowprec.nn.linear import Linear
+from lowprec.nn.products import Products
 
 REPLACEMENTS: Final[MappingProxyType[type[torch.nn.Module], type[Linear]]] = MappingProxyType(
     {torch.nn.Linear: Linear}

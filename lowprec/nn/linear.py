@@ -8,49 +8,16 @@ Dimensions: M rows (tokens), K in_features, N out_features.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from lowprec import ops
-from lowprec.backends import GemmBackends
-from lowprec.counting import Counter
 from lowprec.errors import UnsupportedError
-from lowprec.policy import PRODUCTS, LinearPolicy
-
-_FPROP, _DGRAD, _WGRAD = range(3)
-
-
-@dataclass(frozen=True)
-class Products:
-    """How the three products of one layer run, and how often each one has run."""
-
-    policy: LinearPolicy
-    backends: Mapping[str, GemmBackends]
-    counter: Counter = field(default_factory=Counter)
-
-    def run(
-        self,
-        index: int,
-        left: torch.Tensor,
-        right: torch.Tensor,
-        *,
-        bias: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Compute and count one product, left [R, C] by right [S, C] transposed."""
-        name = PRODUCTS[index]
-        result = ops.product(
-            left,
-            right,
-            precision=getattr(self.policy, name),
-            backends=self.backends[name],
-            bias=bias,
-        )
-        return self.counter.counted(result, index)
+from lowprec.hardware import current
+from lowprec.nn.products import DGRAD, FPROP, WGRAD, Products, Which, autocast_dtype
+from lowprec.policy import SKIP, LinearPolicy
+from lowprec.stages import Stage
 
 
 class Linear(torch.nn.Linear):
@@ -59,8 +26,9 @@ class Linear(torch.nn.Linear):
     Parameters, names, dtypes, hooks and state_dict are those of nn.Linear. Input [..., K] of any
     number of rows, zero included; output [..., N] in the dtype that nn.Linear would give (the
     autocast dtype when autocast is on, else the input's). Every product is rounded to bfloat16.
-    `lowprec.apply` turns the nn.Linear layers of a model into this class in place. Not available:
-    float16, double backward, torch.func transforms, torch.jit.
+    For wgrad it keeps x as it was cast, never a second copy in high precision. `lowprec.apply`
+    turns the nn.Linear layers of a model into this class in place; built by hand, `name` and `seed`
+    key its random bits. Not available: float16, double backward, torch.func, torch.jit.
     """
 
     lowprec_products: Products
@@ -75,9 +43,11 @@ class Linear(torch.nn.Linear):
         dtype: torch.dtype | None = None,
         *,
         policy: LinearPolicy,
+        name: str = "",
+        seed: int = 0,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self.lowprec_products = Products(policy, ops.linear_backends(policy, None))
+        self.lowprec_products = Products((Stage.of(policy, current()),), layer=name, seed=seed)
         self.lowprec_applied = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -88,16 +58,25 @@ class Linear(torch.nn.Linear):
                 f"{tuple(x.shape)}; its last dimension must be {self.in_features}"
             )
         out_dtype = self._output_dtype(x)
-        x_MK = x.reshape(x.shape[:-1].numel(), self.in_features)
-        with _no_autocast(x):
-            y_MN = _LinearFunction.apply(  # type: ignore[no-untyped-call]
-                x_MK, self.weight, self.bias, self.lowprec_products, out_dtype
+        products, weight = self.lowprec_products, self.weight
+        training = torch.is_grad_enabled()
+        if training and products.untold:
+            raise UnsupportedError(
+                f"layer {products.layer!r} changes its precision on a schedule: call "
+                "lowprec.set_step(model, step) before every training step"
             )
+        if products.stage.policy.wgrad is SKIP:
+            weight = weight.detach()
+        x_MK = x.reshape(x.shape[:-1].numel(), self.in_features)
+        keep = (training and x.requires_grad, training and weight.requires_grad)
+        y_MN = _LinearFunction.apply(  # type: ignore[no-untyped-call]
+            x_MK, weight, self.bias, products, out_dtype, keep
+        )
         # Outside the function: what a custom function returns as a view cannot be changed in place.
         return cast(torch.Tensor, y_MN).reshape(*x.shape[:-1], self.out_features)
 
     def _output_dtype(self, x: torch.Tensor) -> torch.dtype:
-        autocast = _autocast_dtype(x)
+        autocast = autocast_dtype(x)
         bias_dtype = self.weight.dtype if self.bias is None else self.bias.dtype
         if autocast is None and not x.dtype == self.weight.dtype == bias_dtype:
             raise UnsupportedError(
@@ -114,24 +93,9 @@ class Linear(torch.nn.Linear):
 
     def extra_repr(self) -> str:
         """nn.Linear's own text and the precision of each product."""
-        policy = self.lowprec_products.policy
+        policy = self.lowprec_products.stage.policy
         products = ", ".join(f"{name}={product}" for name, product in policy.items())
         return f"{super().extra_repr()}, {products}"
-
-
-def _autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
-    """The dtype that autocast gives a linear layer on x, or None where it has no say."""
-    device = x.device.type
-    if device == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
-        return None
-    return torch.get_autocast_dtype(device)
-
-
-def _no_autocast(x: torch.Tensor) -> AbstractContextManager[Any]:
-    """Autocast would round the float32 operands of an emulated product."""
-    if _autocast_dtype(x) is None:
-        return nullcontext()
-    return torch.autocast(x.device.type, enabled=False)
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -143,29 +107,33 @@ class _LinearFunction(torch.autograd.Function):
         b_N: torch.Tensor | None,
         products: Products,
         out_dtype: torch.dtype,
+        keep: tuple[bool, bool],
     ) -> torch.Tensor:
-        ctx.save_for_backward(x_MK, w_NK)
-        ctx.products = products
+        for_dgrad, for_wgrad = keep
+        ctx.products, ctx.stage = products, products.active
+        at = products.now(x_MK)
+        y_MN = products.run(
+            Which(FPROP, products.active, w_NK.shape[0]), x_MK, [w_NK], bias=b_N, at=at
+        )
+        kept = products.keep(x_MK, at) if for_wgrad else []
+        ctx.save_for_backward(w_NK if for_dgrad else None, at, *kept)
+        ctx.columns, ctx.x_dtype, ctx.w_dtype = w_NK.shape[1], x_MK.dtype, w_NK.dtype
         ctx.bias_dtype = None if b_N is None else b_N.dtype
-        return products.run(_FPROP, x_MK, w_NK, bias=b_N).to(out_dtype)
+        return y_MN.to(out_dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # Tracing already runs without autocast, and must not see it switched.
-        with nullcontext() if torch.compiler.is_compiling() else _no_autocast(dy_MN):
-            return _gradients(ctx, dy_MN)
-
-
-def _gradients(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    x_MK, w_NK = ctx.saved_tensors
-    products: Products = ctx.products
-    dx_MK = dw_NK = db_N = None
-    if ctx.needs_input_grad[0]:
-        dx_MK = products.run(_DGRAD, dy_MN, w_NK.mT).to(x_MK.dtype)
-    if ctx.needs_input_grad[1]:
-        dw_NK = products.run(_WGRAD, dy_MN.mT, x_MK.mT).to(w_NK.dtype)
-    if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
-        wide = torch.promote_types(dy_MN.dtype, torch.float32)
-        db_N = dy_MN.sum(0, dtype=wide).to(ctx.bias_dtype)
-    return dx_MK, dw_NK, db_N, None, None
+        w_NK, at, *kept = ctx.saved_tensors
+        products: Products = ctx.products
+        dx_MK = dw_NK = db_N = None
+        if ctx.needs_input_grad[0]:
+            which = Which(DGRAD, ctx.stage, ctx.columns)
+            dx_MK = products.run(which, dy_MN, [w_NK], at=at).to(ctx.x_dtype)
+        if ctx.needs_input_grad[1]:
+            which = Which(WGRAD, ctx.stage, ctx.columns)
+            dw_NK = products.run(which, dy_MN, kept, at=at).to(ctx.w_dtype)
+        if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
+            wide = torch.promote_types(dy_MN.dtype, torch.float32)
+            db_N = dy_MN.sum(0, dtype=wide).to(ctx.bias_dtype)
+        return dx_MK, dw_NK, db_N, None, None, None

@@ -15,6 +15,7 @@ from lowprec.ops import dequantize, quantize
 from lowprec.tensor import QuantizedTensor
 
 VECTORS = json.loads((Path(__file__).parents[1] / "golden" / "vectors.json").read_text())
+ROUNDING = json.loads((Path(__file__).parents[1] / "golden" / "rounding.json").read_text())
 FORMAT_OF = {"e4m3": "mxfp8", "e5m2": "mxfp8_e5m2", "e2m1": "mxfp4"}
 TILE_OF = {"e4m3": "mxfp8_32x32", "e5m2": "mxfp8_e5m2_32x32", "e2m1": "mxfp4_32x32"}
 SPECIAL = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan, "-nan": math.nan}
@@ -116,6 +117,21 @@ def test_encode_rounds_to_nearest_even_by_brute_force(element) -> None:
     assert torch.equal(reference.encode(x, element).long(), expected)
     sign = 1 << (element.bits - 1)
     assert torch.equal(reference.encode(-x, element).long(), expected + sign)
+
+
+@pytest.mark.parametrize("case", ROUNDING["nvfp4"]["cases"], ids=lambda case: case["id"])
+def test_golden_nvfp4(case: dict) -> None:
+    """Every step one float32 rounding, as Transformer Engine orders them."""
+    bits = torch.tensor([int(word, 16) for word in case["input_bits"]], dtype=torch.int64)
+    x = bits.to(torch.int32).view(torch.float32)
+    q = quantize(x[None], "nvfp4")
+    assert q.outer is not None
+    assert f"{int(q.outer.view(torch.int32)):08x}" == case["outer_bits"]
+    assert q.scales.flatten().tolist() == case["scales"]
+    assert q.codes.flatten().tolist() == [int(c, 16) for c in "".join(case["codes"])]
+    rows = quantize(x.view(4, 16).repeat_interleave(16, 0), "nvfp4_16x16")
+    assert torch.equal(rows.codes[::16].flatten(), q.codes.flatten())
+    assert torch.equal(rows.scales.flatten(), q.scales.flatten())
 
 
 def test_nvfp4_two_level_scales() -> None:

@@ -111,7 +111,7 @@ def test_products_parse_and_print() -> None:
         ("torch.bfloat16", "did you mean bf16"),
         ("bf61", "did you mean bf16"),
         ("bf16:floor", "bf16 is not quantized and takes no scale rule"),
-        ("skip", "skipping wgrad.* is not available; write bf16"),
+        ("skip:floor", "skip stands alone, and only for wgrad"),
         ("fp32", "bf16 is the one product that is not quantized"),
         ("Float32", "bf16 is the one product that is not quantized"),
         ("mxfp8 x fp32", "bf16 is the one product that is not quantized"),

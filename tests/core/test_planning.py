@@ -199,7 +199,7 @@ def test_store_and_read_back() -> None:
     plan = lowprec.plan(Zoo(), lowprec.load_recipe("mxfp8"), hardware="h200")
     text = plan.to_json()
     assert lowprec.Plan.from_json(text) == plan
-    for old, new in (("mxfp8_32x32", "mxfp8"), ('"schema": 1', '"schema": 9'), ("OwnF", "OwnG")):
+    for old, new in (("mxfp8_32x32", "mxfp8"), ('"schema": 2', '"schema": 9'), ("OwnF", "OwnG")):
         assert old in text
         with pytest.raises(PlanError, match="checksum does not fit"):
             lowprec.Plan.from_json(text.replace(old, new, 1))

@@ -28,13 +28,23 @@ def test_shipped_recipes_read_and_round_trip() -> None:
 
 
 TILES, PORTABLE = "mxfp8 x mxfp8_32x32", "mxfp8_1x128 x mxfp8_128x128"
+ROTATED = "mxfp4:sr + rht32:seeded"
+HEAD = ("last:1", "bf16", "bf16", "bf16")
 # recipe: (match, fprop, dgrad, wgrad) of every rule
 SHIPPED = {
     "bf16": [("*", "bf16", "bf16", "bf16")],
     "fp8-rowwise": [("*", "fp8_rowwise", "fp8_rowwise", "fp8_rowwise")],
+    "fp8-tensorwise": [("*", *["fp8_tensorwise"] * 3), HEAD],
+    "mxfp4-backward": [("*", TILES, ROTATED, ROTATED), HEAD],
     "mxfp8": [("*", TILES, TILES, "mxfp8")],
+    "mxfp8-lowmem": [("*", TILES, TILES, "mxfp8 x mxfp4:even")],
     "mxfp8-portable": [("*", PORTABLE, PORTABLE, "mxfp8_1x128")],
-    "mxfp8-safe": [("*", TILES, TILES, "bf16"), ("last:1", "bf16", "bf16", "bf16")],
+    "mxfp8-rotated-wgrad": [("*", TILES, TILES, "mxfp8 + rht32:none")],
+    "mxfp8-safe": [("*", TILES, TILES, "bf16"), HEAD],
+    "nvfp4": [
+        ("*", "nvfp4 x nvfp4_16x16", "nvfp4:sr x nvfp4_16x16", "nvfp4:sr x nvfp4 + rht16"),
+        ("last:15%", "bf16", "bf16", "bf16"),
+    ],
 }
 
 
@@ -70,7 +80,7 @@ def test_odd_text_survives_the_round_trip() -> None:
         (":floor", ":", r"dgrad: unknown scale rule ''"),
         (":floor", ":flor", r"dgrad: unknown scale rule 'flor'.*did you mean floor"),
         ('"bf16"', '"BF16"', r"wgrad: unknown format 'BF16'; did you mean bf16"),
-        ('"bf16"', '"skip"', r"wgrad: .*not available; write bf16"),
+        ('"mxfp8:floor"', '"skip"', r"dgrad cannot be skipped; only wgrad can"),
         ('"bf16"', "16", r"wgrad must be a non-empty string, not 16"),
         ('kind = "linear"', 'kind = "liner"', r"unknown kind 'liner'; did you mean linear"),
         ('match = "*"', 'match = "first:0"', r"needs a count of at least 1"),
@@ -126,10 +136,65 @@ def test_a_byte_order_mark_and_a_long_why_are_fine(tmp_path: Path) -> None:
 
 def test_counts_of_a_position() -> None:
     rule = parse_recipe(GOOD.replace('"*"', '"last:12"'), name="a").rules[0]
-    assert rule.position == ("last", 12)
+    assert rule.position(40) == ("last", 12)
+    share = parse_recipe(GOOD.replace('"*"', '"last:15%"'), name="a").rules[0]
+    assert [share.position(n) for n in (0, 1, 20, 21)] == [("last", n) for n in (0, 1, 3, 4)]
+    assert parse_recipe(GOOD, name="a").rules[0].position(40) is None
 
 
 @pytest.mark.parametrize("wrong", [3, None, b"mxfp8", ["mxfp8"]])
 def test_something_that_is_no_name_says_what_to_pass(wrong: object) -> None:
     with pytest.raises(RecipeError, match=r"takes the name of a shipped recipe.*TOML file, not"):
         load_recipe(wrong)  # type: ignore[arg-type]
+
+
+SCHEDULE = (
+    GOOD
+    + """
+[[rule]]
+match = "*"
+kind = "linear"
+fprop = "bf16"
+dgrad = "bf16"
+wgrad = "bf16"
+last_fraction = 0.1
+why = "end in bf16"
+"""
+)
+
+
+def test_seed_and_schedule_round_trip_and_count_only_where_they_decide() -> None:
+    recipe = parse_recipe(SCHEDULE, name="a")
+    assert parse_recipe(recipe.to_toml(), name="a") == recipe
+    assert [rule.scheduled for rule in recipe.rules] == [False, True]
+    assert recipe.rules[1].start(1000) == 900
+    with pytest.raises(RecipeError, match=r"last 0.1 of training: say how many steps"):
+        recipe.rules[1].start(None)
+    other = parse_recipe(SCHEDULE.replace("0.1", "0.2"), name="a")
+    assert other.hash != recipe.hash
+    step = parse_recipe(SCHEDULE.replace("last_fraction = 0.1", "from_step = 7"), name="a")
+    assert parse_recipe(step.to_toml(), name="a") == step
+    assert step.rules[1].start(None) == 7
+    seeded = GOOD.replace("schema = 1", "schema = 1\nseed = 5")
+    assert parse_recipe(seeded, name="a").hash == parse_recipe(GOOD, name="a").hash
+    random = [text.replace('"bf16"', '"mxfp4:sr"') for text in (seeded, GOOD)]
+    assert len({parse_recipe(text, name="a").hash for text in random}) == 2
+    assert parse_recipe(parse_recipe(random[0], name="a").to_toml(), name="a").seed == 5
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("schema = 1", "schema = 1\nseed = -1", "seed must be a whole number from 0"),
+        ("schema = 1", "schema = 1\nseed = true", "seed must be a whole number from 0"),
+        ("last_fraction = 0.1", "last_fraction = 1", "between 0.0 and 1.0, not 1"),
+        ("last_fraction = 0.1", "last_fraction = nan", "between 0.0 and 1.0, not nan"),
+        ("last_fraction = 0.1", "from_step = 0", "from_step must be a whole number from 1"),
+        ("last_fraction = 0.1", "from_step = 1\nlast_fraction = 0.1", "a schedule has one start"),
+        ('match = "*"', 'match = "last:0%"', "a share from 1% to 99%"),
+        ('match = "*"', 'match = "last:100%"', "a share from 1% to 99%"),
+    ],
+)
+def test_bad_seeds_and_schedules(old: str, new: str, says: str) -> None:
+    with pytest.raises(RecipeError, match=says):
+        parse_recipe(SCHEDULE.replace(old, new, 1), name="a")
