@@ -39,6 +39,7 @@ LOWPREC: dict[str, str] = {
     "lowprec.stages": "policy hardware backends",
     "lowprec.nn.position": "",
     "lowprec.nn.products": "ops formats tensor packing policy rng rotation stages nn.position",
+    "lowprec.nn.opaque": "ops formats policy nn.products",
     "lowprec.nn.linear": "errors policy hardware stages nn.products",
     "lowprec.nn": "nn.linear nn.products",
     "lowprec.coverage": "errors",

@@ -11,6 +11,8 @@ import itertools
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from types import ModuleType
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
@@ -19,7 +21,7 @@ from lowprec import ops
 from lowprec.formats import Cast
 from lowprec.nn.position import At, Position
 from lowprec.packing import pack_codes, unpack_codes
-from lowprec.policy import PRODUCTS, Gemm, Product, parse_product
+from lowprec.policy import PRODUCTS, Gemm, Product
 from lowprec.rng import RandomStream
 from lowprec.rotation import Side, rotate
 from lowprec.stages import Stage, stage_at
@@ -33,6 +35,17 @@ _SIDES: Final[tuple[Side, Side]] = ("left", "right")
 
 _ids = itertools.count()
 _live: weakref.WeakValueDictionary[int, Products] = weakref.WeakValueDictionary()
+_traced: list[ModuleType] = []
+
+
+def live(key: torch.Tensor) -> Products:
+    """The products that a key stands for."""
+    return _live[int(key)]
+
+
+def traced() -> Any:
+    """The ops that stand in for the products under torch.compile; made with the first layer."""
+    return _traced[0]
 
 
 class Which(NamedTuple):
@@ -74,6 +87,8 @@ class Products:
         self.wgrad_texts = tuple(str(stage.policy.wgrad) for stage in stages)
 
     def _register(self) -> None:
+        if not _traced:  # registering ops takes longer than all of `import lowprec`
+            _traced.append(import_module("lowprec.nn.opaque"))
         number = next(_ids)
         _live[number] = self
         # A tensor, because an integer would make torch.compile build one graph for each layer.
@@ -97,7 +112,7 @@ class Products:
         if not self.stage.policy.random:
             return None
         if torch.compiler.is_compiling():
-            moment: torch.Tensor = _moment(x_MK, self.key)
+            moment: torch.Tensor = traced().moment(x_MK, self.key)
             return moment
         return torch.tensor(self.position.now(), dtype=torch.int64, device="cpu")
 
@@ -134,8 +149,8 @@ class Products:
         """
         if torch.compiler.is_compiling():
             policy = self.stages[which.stage].policy
-            dtype = _result_dtype(left, getattr(policy, PRODUCTS[which.product]))
-            result: torch.Tensor = _product(
+            dtype = result_dtype(left, getattr(policy, PRODUCTS[which.product]))
+            result: torch.Tensor = traced().product(
                 left, list(right), bias, at, self.key, list(which), dtype
             )
             return result
@@ -155,7 +170,7 @@ class Products:
         precision = getattr(stage.policy, PRODUCTS[product])
         if self.monitor is not None and product == FPROP:
             self.monitor.forward_begins()
-        dtype = _result_dtype(left, precision)
+        dtype = result_dtype(left, precision)
         with no_autocast(left):
             a = self._operand(product, 0, left, at, stage)
             if product == WGRAD and isinstance(precision, Gemm):
@@ -175,7 +190,7 @@ class Products:
             narrow = x_MK.dtype == torch.float32 and autocast_dtype(x_MK) is not None
             return [x_MK.bfloat16() if narrow else x_MK]
         if torch.compiler.is_compiling():
-            kept: list[torch.Tensor] = _keep(
+            kept: list[torch.Tensor] = traced().keep(
                 x_MK, at, self.key, self.active, self.wgrad_texts[self.active]
             )
             return kept
@@ -187,7 +202,7 @@ class Products:
         """`keep` of a quantized wgrad outside of tracing."""
         with no_autocast(x_MK):
             q_KM: Any = self._operand(WGRAD, 1, x_MK, at, self.stages[stage_index])
-        return _parts(q_KM.mT)
+        return parts_of(q_KM.mT)
 
     def _operand(
         self, product: int, side: int, t: torch.Tensor, at: torch.Tensor | None, stage: Stage
@@ -230,12 +245,14 @@ class Products:
         )
 
 
-def _result_dtype(left: torch.Tensor, precision: Product) -> torch.dtype:
+def result_dtype(left: torch.Tensor, precision: Product) -> torch.dtype:
+    """bfloat16, and float64 for unquantized float64 operands."""
     wide = left.dtype == torch.float64 and not isinstance(precision, Gemm)
     return torch.float64 if wide else torch.bfloat16
 
 
-def _parts(q_MK: QuantizedTensor) -> list[torch.Tensor]:
+def parts_of(q_MK: QuantizedTensor) -> list[torch.Tensor]:
+    """What is kept of a quantized x: packed codes, scales, and the outer scale if there is one."""
     parts = [pack_codes(q_MK.codes, q_MK.format.element.bits), q_MK.scales]
     return parts if q_MK.outer is None else [*parts, q_MK.outer]
 
@@ -264,64 +281,3 @@ def no_autocast(x: torch.Tensor) -> AbstractContextManager[Any]:
     if autocast_dtype(x) is None:
         return nullcontext()
     return torch.autocast(x.device.type, enabled=False)
-
-
-# CUDA graphs would replay the products without the Python that counts and keys them.
-_TAGS: Final = (torch.Tag.cudagraph_unsafe,)
-
-
-@torch.library.custom_op("lowprec::moment", mutates_args=(), tags=_TAGS)
-def _moment(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(_live[int(key)].position.now(), dtype=torch.int64, device="cpu")
-
-
-@_moment.register_fake
-def _(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    return key.new_empty(3)
-
-
-@torch.library.custom_op("lowprec::product", mutates_args=(), tags=_TAGS)
-def _product(
-    left: torch.Tensor,
-    right: list[torch.Tensor],
-    bias: torch.Tensor | None,
-    at: torch.Tensor | None,
-    key: torch.Tensor,
-    where: list[int],
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    return _live[int(key)].run_now(Which(*where), left, right, bias=bias, at=at)
-
-
-@_product.register_fake
-def _(
-    left: torch.Tensor,
-    right: list[torch.Tensor],
-    bias: torch.Tensor | None,
-    at: torch.Tensor | None,
-    key: torch.Tensor,
-    where: list[int],
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    which = Which(*where)
-    rows = left.shape[1] if which.product == WGRAD else left.shape[0]
-    return left.new_empty((rows, which.columns), dtype=dtype)
-
-
-@torch.library.custom_op("lowprec::keep", mutates_args=(), tags=_TAGS)
-def _keep(
-    x: torch.Tensor, at: torch.Tensor | None, key: torch.Tensor, stage: int, precision: str
-) -> list[torch.Tensor]:
-    return _live[int(key)].keep_now(x, at, stage)
-
-
-@_keep.register_fake
-def _(
-    x: torch.Tensor, at: torch.Tensor | None, key: torch.Tensor, stage: int, precision: str
-) -> list[torch.Tensor]:
-    gemm = parse_product(precision)
-    assert isinstance(gemm, Gemm)
-    rows = x.shape[0] if gemm.rotation is None else gemm.rotation.padded(x.shape[0])
-    nearest = Cast(gemm.right.format, gemm.right.scale_rule)
-    shape = x.new_empty((rows, x.shape[1]), dtype=torch.float32)
-    return _parts(ops.quantize(shape, nearest, axis=-2, backend="reference"))
