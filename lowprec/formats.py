@@ -52,7 +52,7 @@ class Rounding(StrEnum):
     """How a scaled value becomes a code.
 
     NEAREST: to the nearest, ties to even. STOCHASTIC: up or down with the probability that makes
-    the expected value exact.
+    the expected value exact, for what the scale does not clip.
     """
 
     NEAREST = "nearest"
@@ -211,7 +211,9 @@ class Cast:
 
     Written `FORMAT[:RULE][:sr]`, for example `mxfp8` (RCEIL, nearest), `mxfp8:floor`, `mxfp4:sr`.
     Raises UnsupportedError when the format cannot use the scale rule, and for stochastic rounding
-    under a rule that clips: what is clipped is always rounded down, which biases it.
+    under a rule that clips: what is clipped is always rounded down, which biases it. NVFP4's block
+    scales are rounded to nearest themselves, so the largest values of half of its blocks are
+    clipped, by up to 1/16: that is how the format is defined.
     """
 
     format: Format

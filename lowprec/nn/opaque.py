@@ -37,10 +37,9 @@ def product(
     at: torch.Tensor | None,
     key: torch.Tensor,
     where: list[int],
-    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """One product: see Products.run."""
-    return live(key).run_now(Which(*where), left, right, bias=bias, at=at)
+    """One product: see Products.run; where = [product, stage, columns, float64 result or not]."""
+    return live(key).run_now(Which(*where[:3]), left, right, bias=bias, at=at)
 
 
 @product.register_fake
@@ -51,11 +50,10 @@ def _(
     at: torch.Tensor | None,
     key: torch.Tensor,
     where: list[int],
-    dtype: torch.dtype,
 ) -> torch.Tensor:
-    which = Which(*where)
-    rows = left.shape[1] if which.product == WGRAD else left.shape[0]
-    return left.new_empty((rows, which.columns), dtype=dtype)
+    product_index, _, columns, wide = where
+    rows = left.shape[1] if product_index == WGRAD else left.shape[0]
+    return left.new_empty((rows, columns), dtype=torch.float64 if wide else torch.bfloat16)
 
 
 @torch.library.custom_op("lowprec::keep", mutates_args=(), tags=_TAGS)

@@ -150,9 +150,8 @@ class Products:
         if torch.compiler.is_compiling():
             policy = self.stages[which.stage].policy
             dtype = result_dtype(left, getattr(policy, PRODUCTS[which.product]))
-            result: torch.Tensor = traced().product(
-                left, list(right), bias, at, self.key, list(which), dtype
-            )
+            where = [*which, int(dtype == torch.float64)]
+            result: torch.Tensor = traced().product(left, list(right), bias, at, self.key, where)
             return result
         return self.run_now(which, left, right, bias=bias, at=at)
 
