@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
 from lowprec.conversion import apply, restore
 from lowprec.errors import LowprecError, PlanError, RecipeError, UnsupportedError
 from lowprec.formats import FORMATS, Cast, Format
@@ -11,8 +14,11 @@ from lowprec.planning import Plan, plan
 from lowprec.recipe import Recipe, load_recipe
 from lowprec.rng import RandomStream
 from lowprec.stepping import set_step
-from lowprec.telemetry import Observation, observe
 from lowprec.tensor import QuantizedTensor
+
+if TYPE_CHECKING:
+    from lowprec.saved import saved_activations
+    from lowprec.telemetry import Observation, observe
 
 __all__ = [
     "FORMATS",
@@ -35,5 +41,23 @@ __all__ = [
     "plan",
     "quantize",
     "restore",
+    "saved_activations",
     "set_step",
 ]
+
+# Loaded when first asked for: training needs none of it, and imports stay quick.
+_LATER: Final = {
+    "Observation": "lowprec.telemetry",
+    "observe": "lowprec.telemetry",
+    "saved_activations": "lowprec.saved",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LATER[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

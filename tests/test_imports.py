@@ -50,6 +50,7 @@ LOWPREC: dict[str, str] = {
     ),
     "lowprec.conversion": "errors layer_plan planning nn coverage",
     "lowprec.stepping": "errors nn nn.position",
+    "lowprec.saved": "errors formats ops packing tensor",
     "lowprec.telemetry": "errors policy nn",
 }
 # Inside qualitygates: pure statistics know nothing of the files, the files nothing of training.
