@@ -19,6 +19,7 @@ from lowprec.tensor import QuantizedTensor
 if TYPE_CHECKING:
     from lowprec.saved import saved_activations
     from lowprec.telemetry import Observation, observe
+    from lowprec.watching import watch
 
 __all__ = [
     "FORMATS",
@@ -43,6 +44,7 @@ __all__ = [
     "restore",
     "saved_activations",
     "set_step",
+    "watch",
 ]
 
 # Loaded when first asked for: training needs none of it, and imports stay quick.
@@ -50,6 +52,7 @@ _LATER: Final = {
     "Observation": "lowprec.telemetry",
     "observe": "lowprec.telemetry",
     "saved_activations": "lowprec.saved",
+    "watch": "lowprec.watching",
 }
 
 

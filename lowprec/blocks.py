@@ -99,7 +99,8 @@ class Matrix:
 
 def amax_of(blocks: torch.Tensor) -> torch.Tensor:
     """Largest magnitude of each block, float32 [..., R/r, 1, C/c, 1]; NaN and Inf stay on top."""
-    return blocks.abs().amax((-3, -1), keepdim=True).float()
+    # The last abs: on a CPU amax over an outer dimension gives NaN with its sign set.
+    return blocks.abs().amax((-3, -1), keepdim=True).float().abs()
 
 
 def e8m0_bytes(amax: torch.Tensor, element: Element, rule: ScaleRule) -> torch.Tensor:

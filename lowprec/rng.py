@@ -22,6 +22,7 @@ ELEMENTS_PER_CALL: Final = 16
 _MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
 _WEYL: Final = (0x9E3779B9, 0xBB67AE85)
 _MASK: Final = 0xFFFFFFFF
+_CALLS_AT_ONCE: Final = 1 << 16  # on a CPU: what fits its cache
 
 
 def philox(counter: tuple[Any, Any, Any, Any], key: tuple[int, int]) -> tuple[Any, Any, Any, Any]:
@@ -34,14 +35,19 @@ def philox(counter: tuple[Any, Any, Any, Any], key: tuple[int, int]) -> tuple[An
     for _ in range(ROUNDS):
         # A product of two words fills 64 bits: as int64 it wraps, and its bits stay right.
         first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = (
-            ((second >> 32) & _MASK) ^ c1 ^ k0,
-            second & _MASK,
-            ((first >> 32) & _MASK) ^ c3 ^ k1,
-            first & _MASK,
-        )
+        c0, c2 = _mixed(second, c1, k0), _mixed(first, c3, k1)
+        c1, c3 = second, first  # only the low words count until the end
         k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
-    return c0, c1, c2, c3
+    return c0, c1 & _MASK, c2, c3 & _MASK
+
+
+def _mixed(product: Any, word: Any, key: int) -> Any:
+    """High word of `product` xor the low word of `word` xor `key`."""
+    high = product >> 32
+    high ^= word  # in place for tensors, as below: fresh memory costs more than the arithmetic
+    high ^= key
+    high &= _MASK
+    return high
 
 
 @dataclass(frozen=True)
@@ -82,16 +88,21 @@ class RandomStream:
 
         The word of an element depends on the stream and on (first_row + row) x columns + column.
         """
-        first = self.first_row * columns
-        count = rows * columns
-        start, skip = divmod(first, ELEMENTS_PER_CALL)
-        calls = -(-(skip + count) // ELEMENTS_PER_CALL)
-        index = torch.arange(start, start + calls, dtype=torch.int64, device=device)
-        four = torch.stack(philox((index & _MASK, index >> 32, 0, 0), self.key), dim=1)
-        # Conversion to int32 keeps the low half of word:word shifted, which is the rotation.
-        twice = four | (four << 32)
-        rotated = torch.stack([(twice >> shift).to(torch.int32) for shift in (0, 8, 16, 24)], dim=2)
-        return rotated.view(-1)[skip : skip + count].view(rows, columns)
+        start, skip = divmod(self.first_row * columns, ELEMENTS_PER_CALL)
+        calls = -(-(skip + rows * columns) // ELEMENTS_PER_CALL)
+        out = torch.empty((calls, 4, 4), dtype=torch.int32, device=device)
+        at_once = _CALLS_AT_ONCE if device.type == "cpu" else max(calls, 1)
+        for done in range(0, calls, at_once):
+            part = out[done : done + at_once]
+            first = start + done
+            index = torch.arange(first, first + len(part), dtype=torch.int64, device=device)
+            for place, word in enumerate(philox((index & _MASK, index >> 32, 0, 0), self.key)):
+                # Conversion to int32 keeps the low half of word:word shifted, the rotated word.
+                twice = word | (word << 32)
+                for rotation in range(4):
+                    part[:, place, rotation] = twice
+                    twice >>= 8
+        return out.view(-1)[skip : skip + rows * columns].view(rows, columns)
 
     def words_like(self, x: torch.Tensor) -> torch.Tensor:
         """One word for each element of `x`, rows being all dimensions but the last."""

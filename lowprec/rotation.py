@@ -20,6 +20,7 @@ from lowprec.formats import nearest_names
 from lowprec.rng import RandomStream, signs_of
 
 SIZES: Final = (16, 32, 64, 128)
+_CPU_CHUNK: Final = 1 << 17  # elements that stay in a CPU's cache
 Side = Literal["left", "right"]
 
 # The first 16 are those of Transformer Engine's NVFP4 recipe (mask 55272); the rest are the bits of
@@ -106,7 +107,6 @@ def rotate(
     """
     if axis not in (-1, -2) or x.ndim < -axis:
         raise UnsupportedError(f"rotation runs along axis -1 or -2, not {axis} of {x.ndim}-D")
-    wide = x if x.dtype == torch.float64 else x.float()
     length, extra = x.shape[axis], -x.shape[axis] % rotation.size
     if extra:
         if not pad:
@@ -114,24 +114,41 @@ def rotate(
                 f"rotation {rotation}: length {length} along axis {axis} is not a multiple of "
                 f"{rotation.size} and may not be padded here"
             )
-        wide = functional.pad(wide, (0, extra) if axis == -1 else (0, 0, 0, extra))
-    inner = 1 if axis == -1 else wide.shape[-1]
-    blocks = wide.reshape(-1, rotation.size, inner)
-    signs = rotation.sign_values(stream)
-    if signs is not None:
-        blocks = blocks * torch.tensor(signs, dtype=wide.dtype, device=x.device)[:, None]
+        x = functional.pad(x, (0, extra) if axis == -1 else (0, 0, 0, extra))
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    values = rotation.sign_values(stream)
+    signs = None if values is None else torch.tensor(values, dtype=dtype, device=x.device)
     power = rotation.size.bit_length() - 1
-    exponent = power // 2 if side == "left" else power - power // 2
-    return (_sylvester(blocks) * 2.0**-exponent).reshape(wide.shape)
+    factor = 2.0 ** -(power // 2 if side == "left" else power - power // 2)
+    inner = 1 if axis == -1 else x.shape[-1]
+    row = rotation.size * max(inner, 1)
+    source = x.detach().reshape(x.numel() // row, rotation.size, inner)
+    out = source.new_empty(source.shape, dtype=dtype)
+    step = max(1, _CPU_CHUNK // row) if x.device.type == "cpu" else max(1, len(source))
+    for part, rotated in zip(source.split(step), out.split(step), strict=True):
+        if axis == -1:  # blocks as columns: additions then run along memory
+            part, rotated = part[..., 0].mT, rotated[..., 0].mT
+        work = part.new_empty(part.shape, dtype=dtype).copy_(part)
+        if signs is not None:
+            work *= signs[:, None]
+        rotated.copy_(_sylvester(work).mul_(factor))
+    return out.view(x.shape)
 
 
 def _sylvester(blocks: torch.Tensor) -> torch.Tensor:
-    """Unscaled H of Sylvester order along dim 1 of [n, d, inner]: additions in pairs, d = 2^k."""
-    n, size, inner = blocks.shape
+    """Unscaled H of Sylvester order along the last dim but one, d = 2^k: additions in pairs.
+
+    Overwrites `blocks`.
+    """
+    *lead, size, inner = blocks.shape
+    spare = torch.empty_like(blocks)
     step = 1
     while step < size:
-        pairs = blocks.view(n, size // (2 * step), 2, step, inner)
-        upper, lower = pairs[:, :, 0], pairs[:, :, 1]
-        blocks = torch.stack((upper + lower, upper - lower), dim=2).view(n, size, inner)
+        shape = (*lead, size // (2 * step), 2, step, inner)
+        upper, lower = blocks.view(shape).unbind(-3)
+        total, difference = spare.view(shape).unbind(-3)
+        torch.add(upper, lower, out=total)
+        torch.sub(upper, lower, out=difference)
+        blocks, spare = spare, blocks
         step *= 2
     return blocks

@@ -31,7 +31,11 @@ LOWPREC: dict[str, str] = {
     "lowprec.hardware": "errors",
     "lowprec.backends.facts": "errors formats hardware",
     "lowprec.backends.reference": "errors formats tensor blocks rng hardware backends.facts",
-    "lowprec.backends.emulated": "errors formats tensor blocks rng hardware backends.facts",
+    "lowprec.backends.chunks": "",
+    "lowprec.backends.rounding": "formats",
+    "lowprec.backends.emulated": (
+        "formats tensor blocks rng hardware backends.facts backends.chunks backends.rounding"
+    ),
     "lowprec.backends": (
         "errors formats hardware backends.facts backends.reference backends.emulated"
     ),
@@ -51,7 +55,10 @@ LOWPREC: dict[str, str] = {
     "lowprec.conversion": "errors layer_plan planning nn coverage",
     "lowprec.stepping": "errors nn nn.position",
     "lowprec.saved": "errors formats ops packing tensor",
-    "lowprec.telemetry": "errors policy nn",
+    "lowprec.operand_stats": "ops formats rng tensor backends.reference",
+    "lowprec.stats_output": "errors operand_stats",
+    "lowprec.watching": "errors formats hardware nn operand_stats rng stats_output",
+    "lowprec.telemetry": "policy nn watching",
 }
 # Inside qualitygates: pure statistics know nothing of the files, the files nothing of training.
 QUALITYGATES: dict[str, str] = {

@@ -8,72 +8,58 @@ where bf16 itself ends. No speed claim is ever made from this path.
 
 from __future__ import annotations
 
-import torch
+import math
 
+import torch
+from torch.nn import functional
+
+from lowprec.backends.chunks import Chunks, blocks, is_eager_cpu, per_block
 from lowprec.backends.facts import Facts
+from lowprec.backends.rounding import decode, encode, encode_stochastic
 from lowprec.blocks import (
     Blocking,
     Matrix,
-    amax_of,
     e8m0_bytes,
     float_scales,
-    per_block,
     power_of_two,
     reciprocal_power,
 )
-from lowprec.errors import UnsupportedError
-from lowprec.formats import E4M3, E5M2, Cast, Element
+from lowprec.formats import E2M1, E4M3, Cast, ScaleRule
 from lowprec.rng import RandomStream
 from lowprec.tensor import QuantizedTensor
 
-# An 8-bit float, sign-extended and shifted, has sign and fields where float32 has them once the
-# copies of the sign are masked off; the multiplier repairs the exponent bias.
-_WIDEN = {E4M3.name: (20, -0x78100000, 2.0**120), E5M2.name: (21, -0x70200000, 2.0**112)}
+_FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def refuse(op: str, facts: Facts) -> str | None:
-    """Casts to 8-bit one-level formats have a fast path here; products exist for every format."""
-    if op == "quantize" and facts.left is not None:
-        fmt = facts.left.format
-        if facts.left.stochastic:
-            return "no fast stochastic rounding"
-        if fmt.outer or fmt.element.name not in _WIDEN:
-            return f"no fast cast to {fmt.name}"
+    """Casts and products of every format exist here."""
+    del op, facts
     return None
 
 
 def quantize(
     x: torch.Tensor, cast: Cast, *, axis: int, stream: RandomStream | None = None
 ) -> QuantizedTensor:
-    """Cast `x` along `axis` through torch's own float8 conversion, clamped before it."""
-    if stream is not None:
-        raise UnsupportedError("emulated: no fast stochastic rounding; use the reference")
-    matrix = Matrix.of(x, cast.format, axis)
-    element, data, inner_axis = cast.format.element, matrix.data.detach(), matrix.axis
+    """Cast `x` (any floating dtype, read as float32) along `axis`; see lowprec.quantize."""
+    matrix = Matrix.of(x.detach(), cast.format, axis)
+    data, inner_axis = matrix.data, matrix.axis
     # Work in the order of memory: a transposed view is cast along its other axis instead.
-    flipped = data.ndim >= 2 and data.stride(-1) != 1 and data.stride(-2) == 1
+    flipped = _is_flipped(data)
     if flipped:
         data, inner_axis = data.mT, -3 - inner_axis
     blocking = Blocking.of(data.shape, cast.format, inner_axis)
-    blocks = blocking.split(data)
-    if element.torch_dtype is None or cast.format.outer:
-        raise UnsupportedError(f"emulated: no fast cast to {cast.format.name}; use the reference")
-    amax = amax_of(blocks)
-    if cast.format.power_of_two:
-        biased = e8m0_bytes(amax, element, cast.scale_rule)
-        values = blocks.float() * reciprocal_power(biased)
-        scales = biased.to(torch.uint8) if cast.format.scale == "e8m0" else power_of_two(biased)
-    else:
-        scales = float_scales(amax, element)
-        values = blocks.float() / scales
-    codes = values.clamp_(-element.max, element.max).to(element.torch_dtype).view(torch.uint8)
-    # Masking costs a pass, and looking first costs a device sync that tracing cannot have either.
-    look_first = type(codes) is torch.Tensor and codes.device.type == "cpu"
-    look_first = look_first and not torch.compiler.is_compiling()
-    if not (look_first and bool(amax.isfinite().all())):
-        codes = codes.masked_fill_(~amax.isfinite(), 0)
-    codes = blocking.join(codes)
-    scales = scales.squeeze(-1).squeeze(-2)
+    words = None
+    if stream is not None:
+        words = Matrix.of(stream.words_like(x), cast.format, axis).data
+        words = _stacked(words.mT if flipped else words, blocking)
+    *lead, rows, columns = data.shape
+    height, width = rows + blocking.pad_rows, columns + blocking.pad_cols
+    shape = (*lead, height // blocking.rows, width // blocking.cols)
+    amax = data.new_zeros((math.prod(shape[:-1]), shape[-1]), dtype=torch.float32)
+    codes, scales, outer = _cast(_stacked(data, blocking), blocking, cast, amax, words)
+    scales = scales.view(shape)
+    if lead:
+        codes = codes.view(*lead, height, columns)[..., :rows, :]
     if flipped:
         codes, scales = codes.mT, scales.mT
     return QuantizedTensor(
@@ -81,39 +67,132 @@ def quantize(
         scales=matrix.restore(scales, is_scale=True),
         format=cast.format,
         axis=matrix.source_axis,
+        outer=outer,
     )
 
 
-def _widen(codes: torch.Tensor, element: Element) -> torch.Tensor:
-    """float32 values of codes, NaN and Inf codes excepted (a cast never writes them)."""
-    if element.name in _WIDEN:
-        shift, mask, multiplier = _WIDEN[element.name]
-        bits = (codes.view(torch.int8).int() << shift) & mask
-        return bits.view(torch.float32).mul_(multiplier)
-    table = torch.tensor(element.values, dtype=torch.float32, device=codes.device)
-    return table[codes.int()]
+def _is_flipped(x: torch.Tensor) -> bool:
+    return x.ndim >= 2 and x.stride(-1) != 1 and x.stride(-2) == 1
 
 
-def _operand(
-    t: torch.Tensor | QuantizedTensor,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Values to multiply, exact in bf16, and the factor [rows, 1] that scales the product."""
-    if not isinstance(t, QuantizedTensor):
-        return (t if t.dtype == torch.float64 else t.bfloat16()), None
-    scales = t.scales
+def _stacked(x: torch.Tensor, blocking: Blocking) -> torch.Tensor:
+    """[..., R, C] as one matrix, padded so that no block reaches into the next [R, C]."""
+    if x.ndim == 2:
+        return x
+    if blocking.pad_rows:
+        x = functional.pad(x, (0, 0, 0, blocking.pad_rows))
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def _cast(
+    x: torch.Tensor,
+    blocking: Blocking,
+    cast: Cast,
+    amax: torch.Tensor,
+    words: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Codes, block scales and outer scale of a matrix; `amax` is room for one number a block."""
+    chunks = Chunks.of(x, blocking.rows, blocking.cols)
+    buffer = x.new_empty((chunks.limit, x.shape[1]), dtype=torch.float32)
+    _fill_amax(amax, x, chunks, buffer)
+    scales, factor, outer = _scales(amax, cast)
+    poisoned = ~amax.isfinite()
+    if outer is not None:
+        poisoned = poisoned.any().expand(amax.shape)
+    # Masking costs a pass, and looking first a device sync that tracing cannot have either.
+    clean = is_eager_cpu(x) and not bool(poisoned.any())
+    codes = x.new_empty(x.shape, dtype=torch.uint8)
+    for rows in chunks.rows:
+        part, out = x[rows.start : rows.stop].float(), codes[rows.start : rows.stop]
+        values = buffer[: rows.stop - rows.start]
+        for cols in chunks.cols:
+            args = blocks(part, rows, cols), per_block(factor, rows, cols)
+            scale = torch.div if cast.scale_rule is ScaleRule.EXACT and outer is None else torch.mul
+            scale(*args, out=blocks(values, rows, cols))
+        if words is None:
+            encode(out, values, cast.format.element)
+        else:
+            encode_stochastic(out, values, cast.format.element, words[rows.start : rows.stop])
+        for cols in () if clean else chunks.cols:
+            blocks(out, rows, cols).masked_fill_(per_block(poisoned, rows, cols), 0)
+    return codes, scales, outer
+
+
+def _fill_amax(amax: torch.Tensor, x: torch.Tensor, chunks: Chunks, buffer: torch.Tensor) -> None:
+    """Largest magnitude of each block, NaN and Inf on top; a block may lie in several chunks."""
+    bits = amax.view(torch.int32)
+    for rows in chunks.rows:
+        # Magnitudes are ordered like their bits, which are faster to compare.
+        part = buffer[: rows.stop - rows.start].view(torch.int32)
+        source = x[rows.start : rows.stop].float().view(torch.int32)
+        torch.bitwise_and(source, 0x7FFFFFFF, out=part)
+        for cols in chunks.cols:
+            cut = blocks(part, rows, cols)
+            tops = (cut.squeeze(1) if cut.shape[1] == 1 else cut.amax(1)).amax(-1)
+            so_far = bits[rows.first : rows.last, cols.first : cols.last]
+            torch.maximum(so_far, tops, out=so_far)
+
+
+def _scales(
+    amax: torch.Tensor, cast: Cast
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Block scales as stored, what encoding multiplies or divides by, and the outer scale."""
+    fmt = cast.format
+    if fmt.outer:
+        return _two_level_scales(amax)
+    if not fmt.power_of_two:
+        scales = float_scales(amax, fmt.element)
+        return scales, scales, None
+    biased = e8m0_bytes(amax, fmt.element, cast.scale_rule)
+    scales = biased.to(torch.uint8) if fmt.scale == "e8m0" else power_of_two(biased)
+    return scales, reciprocal_power(biased), None
+
+
+def _two_level_scales(amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """NVFP4: an E4M3 scale a block under one float32 scale a tensor that fills E4M3's range."""
+    top = amax.amax() if amax.numel() else amax.new_zeros(())
+    poisoned = ~top.isfinite()
+    # By a tensor: a Python number over a tensor is its reciprocal times the number, two roundings.
+    widest = torch.full_like(top, E4M3.max * E2M1.max)
+    encode_scale = torch.where(top > 0, (widest / top).clamp(max=_FLOAT32_MAX), 1.0)
+    outer = 1.0 / encode_scale
+    sixth = torch.full_like(top, 1 / 6)
+    wanted = torch.where(poisoned, 0.0, amax * (encode_scale * sixth))
+    scales = torch.empty_like(amax, dtype=torch.uint8)
+    encode(scales, wanted, E4M3)
+    block_scales = torch.empty_like(amax)
+    decode(block_scales, scales, E4M3)
+    multiplier = (1.0 / block_scales.mul_(outer)).clamp_(max=_FLOAT32_MAX)
+    return scales, multiplier, torch.where(poisoned, torch.nan, outer)
+
+
+def _values(t: QuantizedTensor) -> torch.Tensor:
+    """float32 code x block scale of [R, C], without a scale that multiplies the product."""
+    flipped = _is_flipped(t.codes)
+    codes, axis, scales = t.codes, t.axis, t.scales
+    if flipped:
+        codes, axis, scales = codes.mT, -3 - axis, scales.mT
     if t.format.scale == "e8m0":
         scales = power_of_two(scales.int())
     elif t.format.scale == "e4m3":
-        scales = _widen(scales, E4M3)
-    if t.format.scale_after_product:
-        return _widen(t.codes, t.format.element), scales
-    flipped = t.codes.stride(-1) != 1 and t.codes.stride(-2) == 1
-    codes, axis = (t.codes.mT, -3 - t.axis) if flipped else (t.codes, t.axis)
-    scales = scales.mT if flipped else scales
+        stored, scales = scales, torch.empty_like(scales, dtype=torch.float32)
+        decode(scales, stored, E4M3)
     blocking = Blocking.of(codes.shape, t.format, axis)
-    values = blocking.split(_widen(codes, t.format.element)) * per_block(scales)
-    joined = blocking.join(values)
-    return (joined.mT if flipped else joined), t.outer
+    chunks = Chunks.of(codes, blocking.rows, blocking.cols)
+    values = codes.new_empty(codes.shape, dtype=torch.float32)
+    for rows in chunks.rows:
+        part = values[rows.start : rows.stop]
+        decode(part, codes[rows.start : rows.stop], t.format.element)
+        for cols in () if t.format.scale_after_product else chunks.cols:
+            blocks(part, rows, cols).mul_(per_block(scales, rows, cols))
+    return values.mT if flipped else values
+
+
+def _operand(t: torch.Tensor | QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Values to multiply, exact in bf16, and the factor [rows, 1] or [] that scales the product."""
+    if not isinstance(t, QuantizedTensor):
+        return (t if t.dtype == torch.float64 else t.bfloat16()), None
+    return _values(t), t.scales if t.format.scale_after_product else t.outer
 
 
 def matmul(
@@ -136,8 +215,9 @@ def matmul(
     if right_scale is not None:
         right_scale = right_scale.mT if right_scale.ndim else right_scale
         scale = right_scale if scale is None else scale * right_scale
+    # In place: the product is fresh memory of this call.
     if scale is not None:
-        product = product * scale
+        product *= scale
     if bias is not None:
-        product = product + bias.to(product.dtype)
+        product += bias.to(product.dtype)
     return product.to(out_dtype)

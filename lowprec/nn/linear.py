@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowprec.errors import UnsupportedError
 from lowprec.hardware import current
@@ -50,8 +51,16 @@ class Linear(torch.nn.Linear):
         self.lowprec_products = Products((Stage.of(policy, current()),), layer=name, seed=seed)
         self.lowprec_applied = False
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # nn.Linear's own name
         """Apply the layer; raises UnsupportedError for a shape or dtype that it cannot take."""
+        x = input
+        for tensor in (x, self.weight):
+            if is_traceable_wrapper_subclass(tensor):
+                raise UnsupportedError(
+                    f"linear layer got a {type(tensor).__name__}, but casts read plain ones: "
+                    "leave layers with tensor-parallel weights out of the recipe, and apply it "
+                    "before fully_shard (FSDP hands plain tensors to the forward pass)"
+                )
         if x.ndim == 0 or x.shape[-1] != self.in_features:
             raise UnsupportedError(
                 f"linear layer with in_features={self.in_features} got an input of shape "
@@ -73,6 +82,9 @@ class Linear(torch.nn.Linear):
             x_MK, weight, self.bias, products, out_dtype, keep
         )
         # Outside the function: what a custom function returns as a view cannot be changed in place.
+        # In two dimensions y_MN is the output, as in nn.Linear: FSDP hangs its hooks on no view.
+        if x.ndim == 2:
+            return cast(torch.Tensor, y_MN)
         return cast(torch.Tensor, y_MN).reshape(*x.shape[:-1], self.out_features)
 
     def _output_dtype(self, x: torch.Tensor) -> torch.dtype:

@@ -73,10 +73,14 @@ def _saved(node: Any) -> Iterator[Any]:
 
 
 def _checkpoint(unpack: Any) -> Iterator[Any]:
-    """What a checkpoint without reentry saved of its inputs: a node apart from the graph."""
+    """What a checkpoint without reentry saved of its inputs, apart from the graph.
+
+    Older releases than torch 2.13 do not show it: count such checkpoints with 2.13.
+    """
     for cell in getattr(unpack, "__closure__", None) or ():
-        if type(cell.cell_contents).__module__ == "torch.utils.checkpoint":
-            yield from _saved(cell.cell_contents.input_saver)
+        frame = cell.cell_contents
+        if type(frame).__module__ == "torch.utils.checkpoint":
+            yield from (getattr(one, "data", one) for one in frame.saved_args)
 
 
 def _parts(value: Any, seen: set[int]) -> Iterator[Any]:

@@ -435,6 +435,30 @@ def test_gradients_of_an_mlp_are_close(text: str) -> None:
     assert min(quality) >= FLOORS[text], quality
 
 
+# op: SQNR in dB of the gradient of x, Gaussian 256 x 256, for mxfp8 and mxfp4:even
+BY_OP: dict[str, tuple[Function, float, float]] = {
+    "layer_norm": (lambda x: F.layer_norm(x, (256,)), 52, 40),
+    "silu": (F.silu, 41, 26),
+    "gelu": (F.gelu, 41, 25),
+    "silu(x) * x": (lambda x: F.silu(x) * x, 33, 21),
+    "product": (lambda x: x * x.flip(0), 32, 19),
+    "softmax": (lambda x: x.softmax(-1), 32, 17),
+    "sigmoid": (torch.sigmoid, 32, 19),
+    "tanh": (torch.tanh, 30, 18),
+    "relu": (torch.relu, 100, 11),
+}
+
+
+@pytest.mark.parametrize("op", BY_OP)
+def test_gradient_of_one_op(op: str) -> None:
+    function, *expected = BY_OP[op]
+    x = leaf(256, 256)
+    (exact,) = gradients(None, lambda x: function(x + 0), x)
+    for text, db in zip(("mxfp8", "mxfp4:even"), expected, strict=True):
+        (got,) = gradients(text, lambda x: function(x + 0), x)
+        assert min(sqnr(exact, got), 100) == pytest.approx(db, abs=1)
+
+
 def test_gradients_are_equal_when_nothing_is_quantized() -> None:
     model = mlp(32, 3, torch.float64)
     x = leaf(16, 32, dtype=torch.float64)
