@@ -131,7 +131,9 @@ class _LinearFunction(torch.autograd.Function):
         ctx.save_for_backward(w_NK if for_dgrad else None, at, *kept)
         ctx.columns, ctx.x_dtype, ctx.w_dtype = w_NK.shape[1], x_MK.dtype, w_NK.dtype
         ctx.bias_dtype = None if b_N is None else b_N.dtype
-        return y_MN.to(out_dtype)
+        # No conversion to the same dtype: torch 2.11 traces it as a second output without gradient,
+        # and as both are one tensor the whole backward pass would run on zeros.
+        return y_MN if y_MN.dtype == out_dtype else y_MN.to(out_dtype)
 
     @staticmethod
     @once_differentiable

@@ -106,20 +106,23 @@ def test_the_machine_is_known_and_the_plan_says_emulated() -> None:
     assert "emulated" in str(plan)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4-backward", "nvfp4", "mxfp8-lowmem"])
-def test_compiled_with_inductor_equals_eager(recipe: str) -> None:
+def test_compiled_with_inductor_equals_eager(recipe: str, dtype: torch.dtype) -> None:
     """Every product is one opaque op, so only what lies between the layers is compiled."""
     results = []
     for compiled in (False, True):
         torch.manual_seed(0)
         layers = [nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64), nn.ReLU(), nn.Linear(64, 64)]
-        model = nn.Sequential(*layers).cuda()
+        model = nn.Sequential(*layers).to("cuda", dtype)
         lowprec.apply(model, lowprec.plan(model, lowprec.load_recipe(recipe)))
         step = torch.compile(model, fullgraph=True) if compiled else model
         for number in range(2):
             lowprec.set_step(model, number)
-            x = data(96, 64, seed=number).cuda()
-            step(x).square().sum().backward()
+            x = data(96, 64, seed=number).to("cuda", dtype)
+            step(x).float().square().sum().backward()
+        assert all(p.grad.norm() > 0 for p in model.parameters())
         results.append([p.grad.clone() for p in model.parameters()])
         results[-1].append(lowprec.observe(model).gemms)
     assert results[0].pop() == results[1].pop()
