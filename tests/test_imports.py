@@ -60,6 +60,30 @@ LOWPREC: dict[str, str] = {
     "lowprec.watching": "errors formats hardware nn operand_stats rng stats_output",
     "lowprec.telemetry": "policy nn watching",
 }
+# Kernels: device code below, what launches it above.
+KERNELS = {
+    "codec": "",
+    "tiles": "codec",
+    "spans": "codec",
+    "pipeline": "codec",
+    "values": "codec tiles",
+    "norm": "codec tiles",
+    "gates": "codec tiles",
+    "pipelined": "launch pipeline",
+    "launch": "spans tiles values pipelined",
+    "fused_ops": "gates launch norm",
+    "fused": "fused_ops",
+}
+KERNELS_FOLDER = "backends.triton_kernels"
+LOWPREC[f"lowprec.{KERNELS_FOLDER}"] = (
+    f"errors formats tensor blocks rng backends.facts {KERNELS_FOLDER}.launch"
+)
+LOWPREC |= {
+    f"lowprec.{KERNELS_FOLDER}.{name}": " ".join(
+        ["errors formats tensor blocks", *(f"{KERNELS_FOLDER}.{one}" for one in row.split())]
+    )
+    for name, row in KERNELS.items()
+}
 # Inside qualitygates: pure statistics know nothing of the files, the files nothing of training.
 QUALITYGATES: dict[str, str] = {
     "qualitygates": ANY,

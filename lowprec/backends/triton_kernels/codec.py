@@ -1,0 +1,199 @@
+# mypy: ignore-errors
+# Bodies of @triton.jit functions are Triton's language, not typed Python.
+"""Device functions that every kernel shares: amax, scale bytes, multipliers, codes, values.
+
+The integer rules are those of lowprec.blocks and lowprec.backends.reference, on float32 bits.
+INTEGER switches from the conversions of the compiler to integer arithmetic: both give the same
+bits on a GPU, and Triton's interpreter converts to 8- and 16-bit floats wrongly.
+"""
+
+import triton
+import triton.language as tl
+
+from lowprec.formats import ELEMENTS
+
+# Plain numbers, because the compiler keeps a copy of every global that a kernel reads.
+_FACTS = {
+    one.name: (
+        one.mantissa_bits,
+        one.bias,
+        one.bits - 1,
+        one.max_code,
+        one.emax,
+        one.max_fraction,
+        one.torch_dtype is not None,
+    )
+    for one in ELEMENTS.values()
+}
+
+
+@triton.constexpr_function
+def emax_of(element):
+    """Exponent of the largest value."""
+    return _FACTS[element][4]
+
+
+@triton.constexpr_function
+def carry_of(element, rule):
+    """What to add to the bits of amax so that they carry into the exponent; see e8m0_bytes."""
+    facts = _FACTS[element]
+    return {
+        "floor": 0,
+        "rceil": 0x7FFFFF - facts[5],
+        "ceil": 0x7FFFFF,
+        "even": 1 << (22 - facts[0]),
+    }[rule]
+
+
+@triton.constexpr_function
+def layout_of(element):
+    """Mantissa bits, exponent bias, position of the sign and code of the largest value."""
+    return _FACTS[element][:4]
+
+
+@triton.constexpr_function
+def hardware_cast(element):
+    """True when the compiler has a saturating conversion to the element."""
+    return _FACTS[element][6]
+
+
+@triton.constexpr_function
+def widening(element):
+    """Shift, mask and multiplier that turn an 8-bit code into the float32 of its value."""
+    mantissa, bias, sign = _FACTS[element][:3]
+    shift = 23 - mantissa
+    return (shift, ((1 << sign) - 1) << shift, 2.0 ** (127 - bias))
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def amax_bits(values, axis: tl.constexpr, INTEGER: tl.constexpr):
+    """Bits of the largest magnitude of float32 values along an axis; NaN and Inf stay on top."""
+    if INTEGER:
+        found = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis)
+    else:
+        found = tl.reduce(tl.abs(values), axis, _larger).to(tl.int32, bitcast=True)
+    return found
+
+
+@triton.jit
+def scale_bytes(bits, ELEMENT: tl.constexpr, RULE: tl.constexpr):
+    """Biased scale exponents (int32, 255 for a poisoned block) of the bits of amax."""
+    EMAX: tl.constexpr = emax_of(ELEMENT)
+    CARRY: tl.constexpr = carry_of(ELEMENT, RULE)
+    biased = ((bits + CARRY) >> 23) - EMAX
+    biased = tl.minimum(tl.maximum(biased, 0), 254)
+    return tl.where(bits >= 0x7F800000, 255, biased)
+
+
+@triton.jit
+def encode_multiplier(biased):
+    """float32 2^(127 - biased); 2^-127 for a poisoned block, whose codes the caller clears."""
+    exponent = (254 - tl.minimum(biased, 254)) << 23
+    return tl.where(biased >= 254, 0x400000, exponent).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def decode_multiplier(biased):
+    """float32 2^(biased - 127): 0 gives the subnormal 2^-127, 255 NaN."""
+    bits = tl.where(biased == 0, 0x400000, biased << 23)
+    return tl.where(biased == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def stored_scale(biased, E8M0: tl.constexpr):
+    """The scale as it is stored: a byte, or the float32 power of two."""
+    return biased.to(tl.uint8) if E8M0 else decode_multiplier(biased)
+
+
+@triton.jit
+def _encode_integer(values, ELEMENT: tl.constexpr):
+    FIELDS: tl.constexpr = layout_of(ELEMENT)
+    MANTISSA: tl.constexpr = FIELDS[0]
+    BIAS: tl.constexpr = FIELDS[1]
+    SIGN: tl.constexpr = FIELDS[2]
+    MAX_CODE: tl.constexpr = FIELDS[3]
+    SHIFT: tl.constexpr = 23 - MANTISSA
+    # Adding 2^23 quanta rounds a magnitude below the smallest normal to whole quanta.
+    MAGIC: tl.constexpr = (127 + 1 - BIAS - MANTISSA + 23) << 23
+    bits = values.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    half_to_even = ((1 << (SHIFT - 1)) - 1) + ((magnitude >> SHIFT) & 1)
+    normal = ((magnitude + half_to_even) >> SHIFT) - ((127 - BIAS) << MANTISSA)
+    # Larger magnitudes are cleared first: they are not used, and the sum stays in its binade.
+    tiny = tl.where(magnitude < ((128 - BIAS) << 23), magnitude, 0).to(tl.float32, bitcast=True)
+    magic = tl.full(values.shape, MAGIC, tl.int32).to(tl.float32, bitcast=True)
+    subnormal = (tiny + magic).to(tl.int32, bitcast=True) - MAGIC
+    code = tl.where(magnitude < ((128 - BIAS) << 23), subnormal, normal)
+    code = tl.minimum(code, MAX_CODE)
+    return (code | (((bits >> 31) & 1) << SIGN)).to(tl.uint8)
+
+
+@triton.jit
+def encode(values, ELEMENT: tl.constexpr, INTEGER: tl.constexpr):
+    """Codes (uint8) of float32 values that are not NaN: nearest, ties to even, saturating."""
+    HARDWARE: tl.constexpr = hardware_cast(ELEMENT)
+    if INTEGER or not HARDWARE:
+        codes = _encode_integer(values, ELEMENT)
+    elif ELEMENT == "e4m3":
+        codes = values.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        codes = values.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    return codes
+
+
+@triton.jit
+def decode(codes, ELEMENT: tl.constexpr):
+    """float32 values of codes, NaN and Inf codes excepted (a cast never writes them)."""
+    WIDEN: tl.constexpr = widening(ELEMENT)
+    SHIFT: tl.constexpr = WIDEN[0]
+    MASK: tl.constexpr = WIDEN[1]
+    FACTOR: tl.constexpr = WIDEN[2]
+    SIGN: tl.constexpr = layout_of(ELEMENT)[2]
+    wide = codes.to(tl.int32)
+    magnitude = ((wide << SHIFT) & MASK).to(tl.float32, bitcast=True) * FACTOR
+    sign = ((wide >> SIGN) & 1) << 31
+    return (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def as_float32(loaded):
+    """float32 of what was loaded: a float, or the bits of a bf16 as int16.
+
+    The interpreter reads subnormal bf16 numbers wrongly, hence the bits.
+    """
+    if loaded.dtype == tl.int16:
+        values = (loaded.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        values = loaded.to(tl.float32)
+    return values
+
+
+@triton.jit
+def round_to(values, DTYPE: tl.constexpr, INTEGER: tl.constexpr):
+    """float32 values rounded to float32, bf16 or fp16, in the type that memory of it is stored as.
+
+    With INTEGER bf16 comes back as its bits (int16): the interpreter truncates instead of rounding.
+    """
+    if DTYPE == "bfloat16" and INTEGER:
+        bits = values.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        nan = (bits >> 16) | 0x40
+        narrow = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, nan, rounded).to(tl.int16)
+    elif DTYPE == "bfloat16":
+        narrow = values.to(tl.bfloat16)
+    elif DTYPE == "float16":
+        narrow = values.to(tl.float16)
+    else:
+        narrow = values
+    return narrow
+
+
+@triton.jit
+def round_through(values, DTYPE: tl.constexpr, INTEGER: tl.constexpr):
+    """float32 values that have been rounded to DTYPE on the way."""
+    return as_float32(round_to(values, DTYPE, INTEGER))

@@ -1,0 +1,137 @@
+"""Norms and activations whose result leaves as codes, so that it is never written in bf16."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lowprec.errors import UnsupportedError
+from lowprec.formats import Cast
+from lowprec.tensor import QuantizedTensor
+
+WIDEST = 16384
+KINDS = ("silu", "gelu", "gelu_tanh")
+
+
+@dataclass(frozen=True)
+class Normalized:
+    """The result of a norm, and what its backward needs.
+
+    result: the codes along the last axis, or the values in the dtype of x without a cast. source:
+    what was normalized, x or x + residual. mean (LayerNorm only) and rstd: float32, one a row.
+    """
+
+    result: QuantizedTensor | torch.Tensor
+    source: torch.Tensor
+    mean: torch.Tensor | None
+    rstd: torch.Tensor
+
+
+def normalize(
+    x: torch.Tensor,
+    cast: Cast | None,
+    *,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    centered: bool = False,
+    residual: torch.Tensor | None = None,
+) -> Normalized:
+    """RMSNorm, or LayerNorm if `centered`, over the last axis of x (+ residual), and its cast.
+
+    The result is rounded to the dtype of x before the cast: the codes are those of a norm that is
+    followed by a cast. Raises UnsupportedError for more than 16384 columns, for a cast whose scales
+    span more than one row or a whole one, and for float64.
+    """
+    check(x, cast, "norm")
+    if x.shape[-1] > WIDEST:
+        raise UnsupportedError(f"norm over {x.shape[-1]} columns: at most {WIDEST} are supported")
+    flat, other = _flat(x), None if residual is None else _flat(residual)
+    text = "" if cast is None else str(cast)
+    out = list(_ops().norm_cast(flat, other, weight, bias, eps, centered, text))
+    rstd, mean = out.pop(0), out.pop(0) if centered else None
+    source = x if residual is None else out.pop(0).view(x.shape)
+    return Normalized(_result(out, x, cast), source, mean, rstd)
+
+
+def normalize_backward(
+    dy: torch.Tensor,
+    done: Normalized,
+    *,
+    weight: torch.Tensor | None = None,
+    has_bias: bool = False,
+    passed: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of x (with `passed`, the gradient that skips the norm, added), weight and bias.
+
+    The gradient of a residual is that of x. Those of weight and bias are float32 sums.
+    """
+    skipped = None if passed is None else _flat(passed)
+    flat = _flat(done.source)
+    out = list(
+        _ops().norm_backward(_flat(dy), flat, weight, done.mean, done.rstd, skipped, has_bias)
+    )
+    dx = out.pop(0).view(done.source.shape)
+    return dx, None if weight is None else out.pop(0), out.pop(0) if has_bias else None
+
+
+def activate(
+    gate: torch.Tensor, up: torch.Tensor | None, cast: Cast | None, *, kind: str = "silu"
+) -> QuantizedTensor | torch.Tensor:
+    """activation(gate), times `up` if given, rounded to gate's dtype and cast along the last axis.
+
+    kind: "silu", "gelu" (by erf) or "gelu_tanh". Raises UnsupportedError for another kind, for a
+    cast whose scales span more than one row or a whole one, and for float64.
+    """
+    check(gate, cast, "activation")
+    if kind not in KINDS:
+        raise UnsupportedError(f"activation {kind!r} is not one of {', '.join(KINDS)}")
+    other = None if up is None else _flat(up)
+    text = "" if cast is None else str(cast)
+    return _result(list(_ops().gate_cast(_flat(gate), other, kind, text)), gate, cast)
+
+
+def activate_backward(
+    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor | None, *, kind: str = "silu"
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gradients of gate and up."""
+    other = None if up is None else _flat(up)
+    out = _ops().gate_backward(_flat(dy), _flat(gate), other, kind)
+    return out[0].view(gate.shape), None if up is None else out[1].view(gate.shape)
+
+
+def check(x: torch.Tensor, cast: Cast | None, what: str) -> None:
+    """Raise UnsupportedError for a source or cast that the fused kernels cannot take."""
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise UnsupportedError(f"{what}: x is {x.dtype}; use float32, bfloat16 or float16")
+    if cast is None:
+        return
+    across, along = cast.format.block
+    if across != 1 or along < 1 or cast.stochastic or not cast.format.power_of_two:
+        raise UnsupportedError(f"{what}: no fused cast to {cast}; use blocks of one row, nearest")
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """x as [R, C] with unit stride along C."""
+    flat = x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return flat if flat.stride(-1) == 1 else flat.contiguous()
+
+
+def _result(
+    out: list[torch.Tensor], x: torch.Tensor, cast: Cast | None
+) -> QuantizedTensor | torch.Tensor:
+    if cast is None:
+        return out[0].view(x.shape)
+    codes, scales = out
+    blocks = scales.view(*x.shape[:-1], scales.shape[-1])
+    return QuantizedTensor(codes.view(x.shape), blocks, cast.format, -1)
+
+
+def _ops() -> Any:
+    from lowprec.backends.triton_kernels import fused_ops  # registers the ops
+
+    del fused_ops
+    return torch.ops.lowprec

@@ -1,0 +1,261 @@
+# mypy: ignore-errors
+# Bodies of @gluon.jit functions are Triton's language, not typed Python.
+"""Casts with a transposed output at memory speed on Hopper and later, in Gluon.
+
+A program walks over tiles: the copy engine brings the next tiles while this one is cast. A tile is
+read from shared memory twice. By row a thread owns a block of a row, lanes lie along the rows; by
+column it owns a block of two columns. Each maximum is then found inside a thread, each thread
+writes 16 codes at once, and the 128-byte swizzle keeps both ways free of bank conflicts. The codes
+leave through shared memory and the copy engine as well, so that a row of a tile is one burst.
+"""
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+)
+
+from lowprec.backends.triton_kernels.codec import carry_of, emax_of
+
+
+@triton.constexpr_function
+def _powers(first, end):
+    powers = []
+    while first < end:
+        powers.append(first)
+        first *= 2
+    return powers
+
+
+@triton.constexpr_function
+def row_layout(tile_r, tile_c, itemsize, warps):
+    """A thread owns 32 values of a row, a warp 32 rows."""
+    down = min(warps, tile_r // 32)
+    return gl.BlockedLayout([1, 32], [32, 1], [down, warps // down], [1, 0])
+
+
+@triton.constexpr_function
+def column_layout(tile_r, tile_c, itemsize, warps):
+    """A thread owns 32 values of each of the columns that share a 4-byte bank."""
+    wide = 4 // itemsize
+    across = min(warps, tile_c // (32 * wide))
+    return gl.BlockedLayout([32, wide], [1, 32], [warps // across, across], [1, 0])
+
+
+@triton.constexpr_function
+def turned_layout(tile_r, tile_c, itemsize, warps):
+    """The threads of column_layout seen from the transposed tile; codes of a column in order."""
+    wide = 4 // itemsize
+    across = min(warps, tile_c // (32 * wide))
+    down = warps // across
+
+    def doublings(first, end, along_rows):
+        return [[0, n] if along_rows else [n, 0] for n in _powers(first, end)]
+
+    registers = doublings(1, 32, True) + doublings(1, wide, False)
+    registers += doublings(32 * wide * across, tile_c, False) + doublings(32 * down, tile_r, True)
+    lanes = doublings(wide, 32 * wide, False)
+    of_warps = doublings(32 * wide, 32 * wide * across, False) + doublings(32, 32 * down, True)
+    return gl.DistributedLinearLayout(registers, lanes, of_warps, [], [tile_c, tile_r])
+
+
+@gluon.jit
+def _larger(a, b):
+    return gl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@gluon.jit
+def _scaled(
+    values,
+    BLOCK_R: gl.constexpr,
+    BLOCK_C: gl.constexpr,
+    SPEC: gl.constexpr,
+    ROWS_FIRST: gl.constexpr,
+):
+    """Values over their block scale, float32 [R, C]; the scale bytes; which codes to keep.
+
+    The axis that lies within a thread is reduced first. A poisoned block keeps no code.
+    """
+    R: gl.constexpr = values.shape[0]
+    C: gl.constexpr = values.shape[1]
+    EMAX: gl.constexpr = emax_of(SPEC[0])
+    CARRY: gl.constexpr = carry_of(SPEC[0], SPEC[1])
+    blocks = gl.reshape(values, (R // BLOCK_R, BLOCK_R, C // BLOCK_C, BLOCK_C))
+    if ROWS_FIRST:
+        amax = gl.reduce(gl.reduce(gl.abs(blocks), 1, _larger), 2, _larger)
+    else:
+        amax = gl.reduce(gl.reduce(gl.abs(blocks), 3, _larger), 1, _larger)
+    bits = amax.to(gl.int32, bitcast=True)
+    biased = gl.minimum(gl.maximum(((bits + CARRY) >> 23) - EMAX, 0), 254)
+    biased = gl.where(bits >= 0x7F800000, 255, biased)
+    exponent = (254 - gl.minimum(biased, 254)) << 23
+    multiplier = gl.where(biased >= 254, 0x400000, exponent).to(gl.float32, bitcast=True)
+    keep = gl.where(biased == 255, 0, 255).to(gl.uint8)
+    if ROWS_FIRST:
+        multiplier = gl.expand_dims(gl.expand_dims(multiplier, 2), 1)
+        keep = gl.expand_dims(gl.expand_dims(keep, 2), 1)
+    else:
+        multiplier = gl.expand_dims(gl.expand_dims(multiplier, 1), 3)
+        keep = gl.expand_dims(gl.expand_dims(keep, 1), 3)
+    kept, _ = gl.broadcast(keep, blocks)
+    return gl.reshape(blocks * multiplier, (R, C)), biased, gl.reshape(kept, (R, C))
+
+
+@gluon.jit
+def _encode(scaled, keep, LAYOUT: gl.constexpr, SPEC: gl.constexpr):
+    """Codes of values (saturating), cleared where their block is poisoned, four at a time."""
+    values = gl.convert_layout(scaled, LAYOUT)
+    if SPEC[0] == "e4m3":
+        codes = values.to(gl.float8e4nv).to(gl.uint8, bitcast=True)
+    else:
+        codes = values.to(gl.float8e5).to(gl.uint8, bitcast=True)
+    return gl.inline_asm_elementwise(
+        "and.b32 $0, $1, $2;",
+        "=r,r,r",
+        [codes, gl.convert_layout(keep, LAYOUT)],
+        dtype=gl.uint8,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@gluon.jit
+def _store_scales(
+    scales, biased, first, second, limit_1, limit_2, TURN: gl.constexpr, E8M0: gl.constexpr
+):
+    """As tiles._store_scales, each thread the scales that it has."""
+    LAYOUT: gl.constexpr = biased.type.layout
+    i = first + gl.arange(0, biased.shape[0], gl.SliceLayout(1, LAYOUT))
+    j = second + gl.arange(0, biased.shape[1], gl.SliceLayout(0, LAYOUT))
+    inside = gl.expand_dims(i < limit_1, 1) & gl.expand_dims(j < limit_2, 0)
+    i, j = gl.expand_dims(i.to(gl.int64), 1), gl.expand_dims(j.to(gl.int64), 0)
+    where = i + j * limit_1 if TURN else i * limit_2 + j
+    if E8M0:
+        gl.store(scales + where, biased.to(gl.uint8), mask=inside)
+    else:
+        bits = gl.where(biased == 0, 0x400000, biased << 23)
+        value = gl.where(biased == 255, 0x7FC00000, bits).to(gl.float32, bitcast=True)
+        gl.store(scales + where, value, mask=inside)
+
+
+@gluon.jit
+def _place(tile, row_tiles, col_tiles, GROUP: gl.constexpr):
+    """Row and column of a tile: GROUP rows of tiles are walked down, then across."""
+    group = tile // (GROUP * col_tiles)
+    inside = tile - group * (GROUP * col_tiles)
+    height = gl.minimum(GROUP, row_tiles - group * GROUP)
+    across = inside // height
+    return group * GROUP + (inside - across * height), across
+
+
+@gluon.jit
+def _fetch(source, ring, ready, tile, slot, row_tiles, col_tiles, limit, GROUP: gl.constexpr):
+    """Start the copy of a tile into a slot of the ring, if there is such a tile."""
+    TILE_R: gl.constexpr = source.block_type.shape[0]
+    TILE_C: gl.constexpr = source.block_type.shape[1]
+    wanted = tile < limit
+    pr, pc = _place(tile, row_tiles, col_tiles, GROUP)
+    barrier = ready.index(slot)
+    mbarrier.expect(barrier, source.block_type.nbytes, pred=wanted)
+    tma.async_copy_global_to_shared(
+        source, [pr * TILE_R, pc * TILE_C], barrier, ring.index(slot), pred=wanted
+    )
+
+
+@gluon.jit(do_not_specialize=["rows", "cols", "row_tiles", "col_tiles"])
+def cast_tiles_pipelined(
+    source,
+    codes,
+    codes_t,
+    scales,
+    scales_t,
+    rows,
+    cols,
+    row_tiles,
+    col_tiles,
+    ROW: gl.constexpr,
+    COLUMN: gl.constexpr,
+    ITEMSIZE: gl.constexpr,
+    STAGES: gl.constexpr,
+    OUTS: gl.constexpr,
+    GROUP: gl.constexpr,
+):
+    """Cast [rows, cols] by column, and by row where ROW is given; see tiles.cast_tiles.
+
+    source, codes and codes_t are descriptors of tiles; each program takes every
+    num_programs-th tile.
+    """
+    TILE_R: gl.constexpr = source.block_type.shape[0]
+    TILE_C: gl.constexpr = source.block_type.shape[1]
+    WARPS: gl.constexpr = gl.num_warps()
+    BY_ROW: gl.constexpr = row_layout(TILE_R, TILE_C, ITEMSIZE, WARPS)
+    BY_COLUMN: gl.constexpr = column_layout(TILE_R, TILE_C, ITEMSIZE, WARPS)
+    TURNED: gl.constexpr = turned_layout(TILE_R, TILE_C, ITEMSIZE, WARPS)
+    STORES: gl.constexpr = 1 if ROW is None else 2
+    ring = gl.allocate_shared_memory(source.dtype, [STAGES, TILE_R, TILE_C], source.layout)
+    out_t = gl.allocate_shared_memory(gl.uint8, [OUTS, TILE_C, TILE_R], codes_t.layout)
+    if ROW is not None:
+        out = gl.allocate_shared_memory(gl.uint8, [OUTS, TILE_R, TILE_C], codes.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(ready.index(s), count=1)
+    fence_async_shared()
+    tiles = row_tiles * col_tiles
+    step = gl.num_programs(0)
+    first = gl.program_id(0)
+    for s in gl.static_range(STAGES):
+        _fetch(source, ring, ready, first + s * step, s, row_tiles, col_tiles, tiles, GROUP)
+    k = 0
+    for tile in range(first, tiles, step):
+        slot = k % STAGES
+        side = k % OUTS
+        pr, pc = _place(tile, row_tiles, col_tiles, GROUP)
+        mbarrier.wait(ready.index(slot), (k // STAGES) & 1)
+        held = ring.index(slot)
+        by_column = held.load(BY_COLUMN)
+        if ROW is not None:
+            by_row = held.load(BY_ROW)
+        gl.thread_barrier()
+        _fetch(source, ring, ready, tile + STAGES * step, slot, row_tiles, col_tiles, tiles, GROUP)
+        tma.store_wait((OUTS - 1) * STORES)
+        gl.thread_barrier()
+        scaled, biased, keep = _scaled(by_column.to(gl.float32), COLUMN[2], COLUMN[3], COLUMN, True)
+        out_t.index(side).store(
+            _encode(gl.permute(scaled, (1, 0)), gl.permute(keep, (1, 0)), TURNED, COLUMN)
+        )
+        blocks_r = gl.cdiv(rows, COLUMN[2])
+        blocks_c = gl.cdiv(cols, COLUMN[3])
+        _store_scales(
+            scales_t,
+            biased,
+            pr * (TILE_R // COLUMN[2]),
+            pc * (TILE_C // COLUMN[3]),
+            blocks_r,
+            blocks_c,
+            False,
+            COLUMN[4],
+        )
+        if ROW is not None:
+            scaled_r, biased_r, keep_r = _scaled(by_row.to(gl.float32), ROW[2], ROW[3], ROW, False)
+            out.index(side).store(_encode(scaled_r, keep_r, BY_ROW, ROW))
+            _store_scales(
+                scales,
+                biased_r,
+                pr * (TILE_R // ROW[2]),
+                pc * (TILE_C // ROW[3]),
+                gl.cdiv(rows, ROW[2]),
+                gl.cdiv(cols, ROW[3]),
+                True,
+                ROW[4],
+            )
+        fence_async_shared()
+        gl.thread_barrier()
+        tma.async_copy_shared_to_global(codes_t, [pc * TILE_C, pr * TILE_R], out_t.index(side))
+        if ROW is not None:
+            tma.async_copy_shared_to_global(codes, [pr * TILE_R, pc * TILE_C], out.index(side))
+        k += 1  # noqa: SIM113 - the device language has no enumerate
+    tma.store_wait(0)

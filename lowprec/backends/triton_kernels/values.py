@@ -1,0 +1,108 @@
+# mypy: ignore-errors
+# Bodies of @triton.jit functions are Triton's language, not typed Python.
+"""From codes back to values, and through a format in one pass, for the emulated products."""
+
+import triton
+import triton.language as tl
+
+from lowprec.backends.triton_kernels.codec import as_float32, decode, decode_multiplier, round_to
+from lowprec.backends.triton_kernels.tiles import cast_blocks
+
+
+@triton.jit
+def _times_scale(
+    values,
+    scale,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """float32 values [R, C] times scales [R / BLOCK_R, C / BLOCK_C]."""
+    R: tl.constexpr = values.shape[0]
+    C: tl.constexpr = values.shape[1]
+    blocks = values.reshape(R // BLOCK_R, BLOCK_R, C // BLOCK_C, BLOCK_C)
+    return (blocks * scale[:, None, :, None]).reshape(R, C)
+
+
+@triton.jit(do_not_specialize=["rows", "units", "codes_batch", "codes_unit"])
+def decode_tiles(
+    codes,
+    scales,
+    out,
+    rows,
+    units,
+    codes_batch,
+    codes_unit,
+    UNIT: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    E8M0: tl.constexpr,
+    TILE_R: tl.constexpr,
+    TILE_C: tl.constexpr,
+    DTYPE: tl.constexpr,
+    INTEGER: tl.constexpr,
+):
+    """Values of one tile of [batch, rows, units * UNIT] codes a program; see tiles.cast_tiles.
+
+    Scales are dense, [batch, rows / BLOCK_R, columns / BLOCK_C]; a block of 0 is a whole extent.
+    """
+    cols = units * UNIT
+    row_tiles = tl.cdiv(rows, TILE_R)
+    col_tiles = tl.cdiv(cols, TILE_C)
+    tile = tl.program_id(0)
+    batch = (tile // (row_tiles * col_tiles)).to(tl.int64)
+    tile = tile % (row_tiles * col_tiles)
+    first_r = (tile // col_tiles) * TILE_R
+    first_c = (tile % col_tiles) * TILE_C
+    r = (first_r + tl.arange(0, TILE_R)).to(tl.int64)
+    c = (first_c + tl.arange(0, TILE_C)).to(tl.int64)
+    inside = (r < rows)[:, None] & (c < cols)[None, :]
+    where = batch * codes_batch * UNIT + r[:, None] * codes_unit * UNIT + c[None, :]
+    values = decode(tl.load(codes + where, mask=inside, other=0), ELEMENT)
+    SPAN_R: tl.constexpr = BLOCK_R if BLOCK_R > 0 else TILE_R
+    SPAN_C: tl.constexpr = BLOCK_C if BLOCK_C > 0 else TILE_C
+    blocks_r = tl.cdiv(rows, SPAN_R) if BLOCK_R > 0 else 1
+    blocks_c = tl.cdiv(cols, SPAN_C) if BLOCK_C > 0 else 1
+    i = (first_r // SPAN_R if BLOCK_R > 0 else 0) + tl.arange(0, TILE_R // SPAN_R)
+    j = (first_c // SPAN_C if BLOCK_C > 0 else 0) + tl.arange(0, TILE_C // SPAN_C)
+    at = batch * blocks_r * blocks_c + i.to(tl.int64)[:, None] * blocks_c + j[None, :]
+    scale = tl.load(scales + at, mask=(i < blocks_r)[:, None] & (j < blocks_c)[None, :], other=0)
+    if E8M0:
+        scale = decode_multiplier(scale.to(tl.int32))
+    result = _times_scale(values, scale, SPAN_R, SPAN_C)
+    to = (batch * rows + r)[:, None] * cols + c[None, :]
+    tl.store(out + to, round_to(result, DTYPE, INTEGER), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "units", "source_batch", "source_unit"])
+def round_trip_tiles(
+    source,
+    out,
+    rows,
+    units,
+    source_batch,
+    source_unit,
+    UNIT: tl.constexpr,
+    SPEC: tl.constexpr,
+    TILE_R: tl.constexpr,
+    TILE_C: tl.constexpr,
+    DTYPE: tl.constexpr,
+    INTEGER: tl.constexpr,
+):
+    """The values that a source has after a cast: one tile a program; see tiles.cast_tiles."""
+    cols = units * UNIT
+    row_tiles = tl.cdiv(rows, TILE_R)
+    col_tiles = tl.cdiv(cols, TILE_C)
+    tile = tl.program_id(0)
+    batch = (tile // (row_tiles * col_tiles)).to(tl.int64)
+    tile = tile % (row_tiles * col_tiles)
+    r = ((tile // col_tiles) * TILE_R + tl.arange(0, TILE_R)).to(tl.int64)
+    c = ((tile % col_tiles) * TILE_C + tl.arange(0, TILE_C)).to(tl.int64)
+    inside = (r < rows)[:, None] & (c < cols)[None, :]
+    where = batch * source_batch * UNIT + r[:, None] * source_unit * UNIT + c[None, :]
+    values = as_float32(tl.load(source + where, mask=inside, other=0))
+    ELEMENT: tl.constexpr = SPEC[0]
+    codes, biased = cast_blocks(values, SPEC, INTEGER)
+    result = _times_scale(decode(codes, ELEMENT), decode_multiplier(biased), SPEC[2], SPEC[3])
+    to = (batch * rows + r)[:, None] * cols + c[None, :]
+    tl.store(out + to, round_to(result, DTYPE, INTEGER), mask=inside)

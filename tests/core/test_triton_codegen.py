@@ -1,0 +1,269 @@
+"""The kernels compile without a GPU: no spills, registers and instructions within a budget.
+
+A kernel that reads and writes 3 to 4 bytes for an element has time for some 20 to 30 instructions
+on it before it stops being bound by memory.
+"""
+
+from __future__ import annotations
+
+import collections
+import importlib
+import importlib.util
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lowprec.formats import Cast
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1",
+    reason="needs Triton's compiler",
+)
+
+POINTERS = {
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.uint8: "u8",
+    torch.int32: "i32",
+    torch.int16: "i16",
+}
+
+
+class Recorder:
+    """Stands in for a kernel and keeps what it was launched with."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.arguments: tuple[Any, ...] = ()
+        self.options: dict[str, Any] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*arguments: Any, **options: Any) -> None:
+            self.arguments, self.options = arguments, options
+
+        return launch
+
+    def compile(self, capability: int) -> Any:
+        """The kernel compiled for what it was launched with."""
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        names = self.kernel.arg_names
+        bound = dict(zip(names, self.arguments, strict=False)) | self.options
+        signature, constants, facts = {}, {}, {}
+        for index, param in enumerate(self.kernel.params):
+            value = bound[param.name]
+            kind, constant, aligned = describe(value, constexpr=param.is_constexpr)
+            if isinstance(value, int) and param.do_not_specialize and not param.is_constexpr:
+                kind, constant, aligned = "i32", False, False
+            signature[param.name] = kind
+            if constant:
+                constants[param.name] = value
+            if aligned:
+                facts[(index,)] = [["tt.divisibility", 16]]
+        source = GluonASTSource if self.kernel.is_gluon() else ASTSource
+        return triton.compile(
+            source(fn=self.kernel, signature=signature, constexprs=constants, attrs=facts),
+            target=GPUTarget("cuda", capability, 32),
+            options={
+                "num_warps": self.options.get("num_warps", 4),
+                "enable_fp_fusion": self.options.get("enable_fp_fusion", True),
+            },
+        )
+
+
+def describe(value: Any, *, constexpr: bool) -> tuple[str, bool, bool]:
+    """Type of an argument, whether it is a constant, whether it is a multiple of 16."""
+    if constexpr or value is None:
+        return "constexpr", True, False
+    if isinstance(value, torch.Tensor):
+        return f"*{POINTERS[value.dtype]}", False, True
+    if isinstance(value, int):
+        return ("constexpr", True, False) if value == 1 else ("i32", False, value % 16 == 0)
+    if isinstance(value, float):
+        return "fp32", False, False
+    kind = POINTERS[value.base.dtype]
+    return f"tensordesc<{kind}{list(value.block_shape)},{value.layout!r}>", False, False
+
+
+def disassembled(compiled: Any, folder: Path) -> tuple[collections.Counter[str], dict[str, int]]:
+    """Instructions by name, and registers, stack and local bytes."""
+    import triton.backends.nvidia as nvidia
+
+    tools = Path(nvidia.__file__).parent / "bin"
+    binary = folder / "kernel.cubin"
+    binary.write_bytes(compiled.asm["cubin"])
+
+    def run(*command: str | Path) -> str:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    listing = run(tools / "nvdisasm", "-c", binary)
+    usage = run(tools / "cuobjdump", "-res-usage", binary)
+    found = re.findall(r"\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)", listing)
+    counted = collections.Counter(name for name in found if name != "NOP")
+    resources = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    return counted, resources
+
+
+def matrix(dtype: torch.dtype = torch.bfloat16, rows: int = 4096, cols: int = 2048) -> torch.Tensor:
+    return torch.empty(1, rows, cols, dtype=dtype)
+
+
+def cast(row: str, column: str, dtype: torch.dtype = torch.bfloat16) -> None:
+    from lowprec.backends.triton_kernels import launch
+
+    x = matrix(dtype)
+    launch.cast_plain(x, row, column, launch._outputs(x, row, column), integer=False)
+
+
+def pipelined(row: str, column: str, dtype: torch.dtype = torch.bfloat16) -> None:
+    from lowprec.backends.triton_kernels import launch, pipelined
+
+    x = matrix(dtype)
+    pipelined.cast(x, row, column, launch._outputs(x, row, column))
+
+
+def whole_rows() -> None:
+    from lowprec.backends.triton_kernels import launch
+
+    rowwise = Cast.parse("fp8_rowwise")
+    out = launch._span_outputs(matrix(), rowwise, by_column=False)
+    launch.cast_whole_rows(matrix(), rowwise, out, integer=False)
+
+
+def spanned(name: str, *, by_column: bool) -> None:
+    from lowprec.backends.triton_kernels import launch
+
+    launch.cast_spans(matrix(), Cast.parse(name), by_column=by_column, integer=False)
+
+
+def decoded(name: str) -> None:
+    from lowprec.backends.triton_kernels import launch
+
+    codes = matrix(torch.uint8)
+    scales = torch.empty(1, 4096, 64, dtype=torch.uint8)
+    fmt = Cast.parse(name).format
+    launch.decode(codes, scales, fmt, by_column=False, dtype=torch.bfloat16, integer=False)
+
+
+def round_trip(name: str) -> None:
+    from lowprec.backends.triton_kernels import launch
+
+    launch.round_trip(matrix(), name, by_column=False, dtype=torch.bfloat16, integer=False)
+
+
+def normed(cols: int, *, centered: bool) -> None:
+    from lowprec.backends.triton_kernels import fused
+
+    x, weight = matrix(cols=cols)[0], torch.empty(cols, dtype=torch.bfloat16)
+    bias = weight if centered else None
+    fused.normalize(x, Cast.parse("mxfp8"), weight=weight, bias=bias, centered=centered)
+
+
+def norm_backward(cols: int) -> None:
+    from lowprec.backends.triton_kernels import fused
+
+    x, weight = matrix(cols=cols)[0], torch.empty(cols, dtype=torch.bfloat16)
+    done = fused.Normalized(x, x, torch.empty(4096), torch.empty(4096))
+    fused.normalize_backward(x, done, weight=weight, has_bias=True)
+
+
+def gated(kind: str) -> None:
+    from lowprec.backends.triton_kernels import fused
+
+    fused.activate(matrix()[0], matrix()[0], Cast.parse("mxfp8"), kind=kind)
+
+
+def gate_backward() -> None:
+    from lowprec.backends.triton_kernels import fused
+
+    fused.activate_backward(matrix()[0], matrix()[0], matrix()[0])
+
+
+MX, TILE, WIDE, SQUARE = "mxfp8", "mxfp8_32x32", "mxfp8_1x128", "mxfp8_128x128"
+# case: module and kernel, launch, registers a thread at most, instructions an element at most (of
+# the whole kernel, so the pipelined ones count what they do once a program). Recorded on sm90 and
+# sm100 with Triton 3.6, plus a tenth.
+BUDGET: dict[str, tuple[str, Callable[[], None], int, float]] = {
+    "row 1x32": ("tiles.cast_tiles", lambda: cast(MX, ""), 40, 17),
+    "row 1x32 float32": ("tiles.cast_tiles", lambda: cast(MX, "", torch.float32), 40, 16),
+    "row 1x128": ("tiles.cast_tiles", lambda: cast(WIDE, ""), 40, 17),
+    "row 32x32": ("tiles.cast_tiles", lambda: cast(TILE, ""), 64, 14),
+    "row mxfp4": ("tiles.cast_tiles", lambda: cast("mxfp4", ""), 40, 32),
+    "both 1x32, plain": ("tiles.cast_tiles", lambda: cast(MX, MX), 172, 56),
+    "both 1x32": ("pipeline.cast_tiles_pipelined", lambda: pipelined(MX, MX), 184, 16),
+    "both 32x32": ("pipeline.cast_tiles_pipelined", lambda: pipelined(TILE, TILE), 184, 16),
+    "both 1x128": ("pipeline.cast_tiles_pipelined", lambda: pipelined(WIDE, WIDE), 200, 21),
+    "both 128x128": ("pipeline.cast_tiles_pipelined", lambda: pipelined(SQUARE, SQUARE), 200, 22),
+    "both float32": (
+        "pipeline.cast_tiles_pipelined",
+        lambda: pipelined(MX, MX, torch.float32),
+        140,
+        17,
+    ),
+    "column 1x32": ("pipeline.cast_tiles_pipelined", lambda: pipelined("", MX), 106, 13),
+    "rowwise": ("spans.cast_whole_rows", whole_rows, 40, 34),
+    "maxima": ("spans.partial_maxima", lambda: spanned("fp8_rowwise", by_column=True), 40, 12),
+    "tensorwise": (
+        "spans.encode_spans",
+        lambda: spanned("fp8_tensorwise", by_column=False),
+        64,
+        28,
+    ),
+    "decode 1x32": ("values.decode_tiles", lambda: decoded(MX), 40, 22),
+    "decode 32x32": ("values.decode_tiles", lambda: decoded(TILE), 64, 14),
+    "round trip": ("values.round_trip_tiles", lambda: round_trip(MX), 40, 26),
+    "rmsnorm 1024": ("norm.norm_rows", lambda: normed(1024, centered=False), 72, 22),
+    "rmsnorm 2048": ("norm.norm_rows", lambda: normed(2048, centered=False), 72, 22),
+    "layernorm 2048": ("norm.norm_rows", lambda: normed(2048, centered=True), 72, 28),
+    "norm backward": ("norm.norm_backward_rows", lambda: norm_backward(2048), 128, 32),
+    "silu gate": ("gates.gate_tiles", lambda: gated("silu"), 64, 34),
+    "gelu gate": ("gates.gate_tiles", lambda: gated("gelu"), 104, 52),
+    "gate backward": ("gates.gate_backward_tiles", gate_backward, 80, 34),
+}
+
+
+def recorded(kernel: str, launch: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """What `launch` launches the kernel with; nothing runs."""
+    from lowprec.backends.triton_kernels import fused_ops, pipelined, spans
+
+    monkeypatch.setattr(pipelined, "processors", lambda device: 132)
+    monkeypatch.setattr(fused_ops, "_processors", lambda device: 132)
+    for name in ("partial_maxima", "encode_spans"):
+        monkeypatch.setattr(spans, name, Recorder(getattr(spans, name)))
+    module_name, _, name = kernel.partition(".")
+    module = importlib.import_module(f"lowprec.backends.triton_kernels.{module_name}")
+    found = getattr(module, name)
+    recorder = found if isinstance(found, Recorder) else Recorder(found)
+    monkeypatch.setattr(module, name, recorder)
+    launch()
+    return recorder
+
+
+@pytest.mark.parametrize("capability", [90, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", BUDGET)
+def test_kernels_stay_within_their_budget(
+    case: str, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel, launch, registers, instructions = BUDGET[case]
+    recorder = recorded(kernel, launch, monkeypatch)
+    counted, resources = disassembled(recorder.compile(capability), tmp_path)
+    options = recorder.options
+    if "TILE_R" in options:
+        elements = options["TILE_R"] * options["TILE_C"]
+    else:
+        elements = recorder.arguments[0].block_shape[0] * recorder.arguments[0].block_shape[1]
+    each = sum(counted.values()) * 32 * options.get("num_warps", 4) / elements
+    assert resources["STACK"] == 0
+    assert resources["LOCAL"] == 0
+    assert resources["REG"] <= registers
+    assert each <= instructions
