@@ -4,8 +4,9 @@ python benchmarks/telemetry.py [--device cuda] [--width 1024] [--batch 1024] [--
 
 Two measurements, both interleaved step by step so that whatever else the machine does meets every
 arm alike:
-- steps: the time of a plain step, of a step that is watched but not sampled, and of a sampled one;
-  amortized = (watched + (sampled - watched) / every) / plain - 1, and its part due to sampling.
+- steps: the time of a plain step, of a sampled one, of the one after it, whose caches are cold, and
+  of one that is watched but not sampled;
+  sampling = (sampled + after - 2 watched) / (every plain), the amortized share of a plain step.
 - run: two equal models trained side by side for real, one of them watched and writing JSON lines.
 Times are medians (steps) and sums (run) in seconds of wall clock and of CPU time of the process; on
 a busy machine the CPU time is the steadier of the two. On a GPU only the wall clock counts.
@@ -77,25 +78,26 @@ def timed(call: Callable[[], None]) -> tuple[float, float]:
 
 
 def steps(setting: Setting, repeats: int) -> dict[str, Any]:
-    """Medians of a plain, a watched and a sampled step."""
+    """Medians of a plain, a sampled, the next and a watched step."""
     model, step = training_step(setting)
-    seen: dict[str, list[tuple[float, float]]] = {"plain": [], "watched": [], "sampled": []}
+    seen: dict[str, list[tuple[float, float]]] = {
+        n: [] for n in ("plain", "sampled", "after", "watched")
+    }
     for index in range(repeats + 1):
         found = {"plain": timed(step)}
-        with watch(model, every=2):
-            found["sampled"] = timed(step)
-            found["watched"] = timed(step)
+        with watch(model, every=3):
+            for name in ("sampled", "after", "watched"):
+                found[name] = timed(step)
         if index:  # the first round warms up
             for name, one in found.items():
                 seen[name].append(one)
     result: dict[str, Any] = {"measurement": "steps", "repeats": repeats}
     for place, clock in enumerate(("wall", "cpu")):
         medians = {n: statistics.median(one[place] for one in times) for n, times in seen.items()}
-        plain, watched, sampled = (medians[name] for name in ("plain", "watched", "sampled"))
+        plain, sampled, after, watched = medians.values()
         result[clock] = {
             **{f"{name}_s": round(one, 6) for name, one in medians.items()},
-            "amortized": round((watched + (sampled - watched) / EVERY) / plain - 1, 5),
-            "sampling_only": round((sampled - watched) / EVERY / plain, 5),
+            "sampling": round((sampled + after - 2 * watched) / EVERY / plain, 5),
         }
     return result
 

@@ -146,3 +146,18 @@ def test_portable_payload_is_the_same_in_both_readings() -> None:
 def test_errors(call, says: str) -> None:
     with pytest.raises(UnsupportedError, match=says):
         call(gaussian(4, 8))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_meta_tensors_have_shapes_beyond_two_to_the_31_elements(name: str) -> None:
+    x = torch.empty(2**17, 2**15 + 7, device="meta")
+    for axis in (-1, -2):
+        q = lowprec.quantize(x, name, axis=axis)
+        assert q.codes.shape == x.shape
+        assert q.codes.device.type == q.scales.device.type == "meta"
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int32, torch.bool])
+def test_what_is_not_a_real_number_is_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(UnsupportedError, match=f"quantize to mxfp8: x is {dtype}, not one of"):
+        lowprec.quantize(torch.zeros(2, 32, dtype=dtype), "mxfp8")
