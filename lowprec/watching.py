@@ -252,5 +252,7 @@ def _facts(layer: Linear) -> dict[str, Any]:
     products = layer.lowprec_products
     return {
         "shape": [layer.out_features, layer.in_features],
-        "stages": [[stage.from_step, str(stage.policy)] for stage in products.stages],
+        "stages": [
+            [stage.from_step, str(stage.policy)] for stage in products.stages[products.first :]
+        ],
     }

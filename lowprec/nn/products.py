@@ -72,9 +72,10 @@ class Products:
     """How the products of one layer run, where in training it is, and what has run."""
 
     def __init__(self, stages: tuple[Stage, ...], *, layer: str, seed: int) -> None:
-        self.active = 0
         self.started = False
         self.layer = layer
+        self.stages: tuple[Stage, ...] = ()
+        self.seeds: tuple[int, ...] = ()
         self._take(stages, seed)
         self.position = Position()
         self.counts: tuple[dict[str, int], ...] = ({}, {}, {})
@@ -82,7 +83,10 @@ class Products:
         self._register()
 
     def _take(self, stages: tuple[Stage, ...], seed: int) -> None:
-        self.stages, self.seed = stages, seed
+        # Earlier stages stay: a backward pass that is still to come runs by the one of its forward.
+        self.first = self.active = len(self.stages)
+        self.stages = (*self.stages, *stages)
+        self.seeds = (*self.seeds, *[seed] * len(stages))
         # Text that tracing cannot make by itself.
         self.wgrad_texts = tuple(str(stage.policy.wgrad) for stage in stages)
 
@@ -119,19 +123,21 @@ class Products:
     @property
     def untold(self) -> bool:
         """True when precision follows the step, and nobody has said which step it is."""
-        return len(self.stages) > 1 and not self.started
+        return len(self.stages) - self.first > 1 and not self.started
 
     def tell(self, at: At) -> None:
         """Set the moment in training, and with it the stage."""
         self.position.told = at
         self.started = True
-        self.active = stage_at(self.stages, at.step)
+        self.active = self.first + stage_at(self.stages[self.first :], at.step)
 
     def replan(self, stages: tuple[Stage, ...], *, seed: int) -> None:
         """Go on by another plan; counts and the position in training stay."""
+        if stages == self.stages[self.first :] and seed == self.seeds[self.first]:
+            return
         self._take(stages, seed)
-        told = self.position.told
-        self.active = 0 if told is None else stage_at(stages, told.step)
+        if self.position.told is not None:
+            self.tell(self.position.told)
 
     def run(
         self,
@@ -171,11 +177,11 @@ class Products:
             self.monitor.forward_begins()
         dtype = result_dtype(left, precision)
         with no_autocast(left):
-            a = self._operand(product, 0, left, at, stage)
+            a = self._operand(product, 0, left, at, which.stage)
             if product == WGRAD and isinstance(precision, Gemm):
                 b: Any = _restored(right, precision, rows=left.shape[0], columns=which.columns)
             else:
-                b = self._operand(product, 1, right[0], at, stage)
+                b = self._operand(product, 1, right[0], at, which.stage)
             backend = stage.backends[PRODUCTS[product]].product
             result = ops.matmul(a, b, bias=bias, out_dtype=dtype, backend=backend)
         key = "float64" if dtype == torch.float64 else str(precision)
@@ -200,13 +206,14 @@ class Products:
     ) -> list[torch.Tensor]:
         """`keep` of a quantized wgrad outside of tracing."""
         with no_autocast(x_MK):
-            q_KM: Any = self._operand(WGRAD, 1, x_MK, at, self.stages[stage_index])
+            q_KM: Any = self._operand(WGRAD, 1, x_MK, at, stage_index)
         return parts_of(q_KM.mT)
 
     def _operand(
-        self, product: int, side: int, t: torch.Tensor, at: torch.Tensor | None, stage: Stage
+        self, product: int, side: int, t: torch.Tensor, at: torch.Tensor | None, index: int
     ) -> torch.Tensor | QuantizedTensor:
-        """An operand as it enters the GEMM: contraction last, rotated and cast by the stage."""
+        """An operand as it enters the GEMM: contraction last, rotated and cast by stage `index`."""
+        stage, seed = self.stages[index], self.seeds[index]
         name, operand, axis = PRODUCTS[product], OPERANDS[product][side], _AXES[product][side]
         rows = t.shape[0]
         gemm = getattr(stage.policy, name)
@@ -214,7 +221,9 @@ class Products:
         if isinstance(gemm, Gemm):
             cast = (gemm.left, gemm.right)[side]
             if gemm.rotation is not None:
-                stream = self._stream(f"{name}.signs", at) if gemm.rotation.seeded else None
+                stream = None
+                if gemm.rotation.seeded:
+                    stream = self._stream(f"{name}.signs", at, seed)
                 t = rotate(t, gemm.rotation, axis=axis, side=_SIDES[side], stream=stream)
         if self.monitor is not None:
             self.monitor.saw(name, operand, t, axis, cast)
@@ -223,19 +232,22 @@ class Products:
         generator = None
         if cast.stochastic:
             shared = operand == "w"  # every rank holds the same weight
-            generator = self._stream(f"{name}.{operand}", at, rows=0 if shared else rows)
+            rows = 0 if shared else rows
+            generator = self._stream(f"{name}.{operand}", at, seed, rows=rows)
         backend = getattr(stage.backends[name], _SIDES[side])
         q = ops.quantize(t, cast, axis=axis, generator=generator, backend=backend)
         return q if axis == -1 else q.mT
 
-    def _stream(self, role: str, at: torch.Tensor | None, rows: int | None = None) -> RandomStream:
+    def _stream(
+        self, role: str, at: torch.Tensor | None, seed: int, rows: int | None = None
+    ) -> RandomStream:
         """The random bits of an operand with `rows` local rows, or of signs (no rows)."""
         assert at is not None  # a random policy always has its moment
         moment = At(*at.tolist())
         if rows is None:  # signs: the same for every micro-batch and rank
-            return RandomStream(self.seed, self.layer, role, moment.step)
+            return RandomStream(seed, self.layer, role, moment.step)
         return RandomStream(
-            self.seed,
+            seed,
             self.layer,
             role,
             moment.step,

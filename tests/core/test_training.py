@@ -293,6 +293,21 @@ def test_a_layer_is_demoted_in_the_middle_of_training() -> None:
     assert type(model[2]) is nn.Linear
 
 
+@pytest.mark.parametrize("policy", ["bf16", EVERYWHERE])
+def test_a_plan_applied_between_forward_and_backward_changes_the_next_step(policy: str) -> None:
+    """What forward kept is in the format of its own plan, and backward reads it as that."""
+    a, b = wrapped(), wrapped()
+    for model in (a, b):
+        lowprec.set_step(model, 0)
+    plan = lowprec.plan(net(), recipe_of(policy, seed=9))
+    y = a(batch(0))
+    lowprec.apply(a, plan)
+    y.square().sum().backward()
+    assert equal(gradients(a), backward(b, batch(0), mode="plain"))
+    lowprec.apply(b, plan)
+    assert equal(*(backward(model, batch(1), mode="plain") for model in (a, b)))
+
+
 def test_a_plan_that_leaves_a_converted_layer_alone_changes_nothing() -> None:
     model = net()
     plan = lowprec.plan(model, recipe_of("mxfp8"))
