@@ -88,7 +88,7 @@ class Products:
         self.stages = (*self.stages, *stages)
         self.seeds = (*self.seeds, *[seed] * len(stages))
         # Text that tracing cannot make by itself.
-        self.wgrad_texts = tuple(str(stage.policy.wgrad) for stage in stages)
+        self.wgrad_texts = tuple(str(stage.policy.wgrad) for stage in self.stages)
 
     def _register(self) -> None:
         if not _traced:  # registering ops takes longer than all of `import lowprec`

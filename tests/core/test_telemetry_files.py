@@ -69,6 +69,17 @@ def test_one_line_a_sample_under_a_header(tmp_path: Path) -> None:
         assert line["what_if"]["nvfp4"]["sqnr_db"] == found.what_if["nvfp4"].sqnr_db
 
 
+def test_the_header_tells_the_plan_in_force(tmp_path: Path) -> None:
+    path = tmp_path / "stats.jsonl"
+    model = nn.Sequential(nn.Linear(64, 64))
+    plans = [lowprec.plan(model, lowprec.load_recipe(recipe)) for recipe in ("mxfp8", "bf16")]
+    for plan in plans:
+        lowprec.apply(model, plan)
+    with watch(model, path=path):
+        pass
+    assert lines(path)[0]["layers"]["0"]["stages"] == [[0, "bf16 / bf16 / bf16"]]
+
+
 def test_what_json_cannot_say_is_null(tmp_path: Path) -> None:
     path = tmp_path / "stats.jsonl"
     model = network("bf16")

@@ -15,6 +15,8 @@ from lowprec.errors import LowprecError, PlanError, UnsupportedError
 from lowprec.policy import LinearPolicy
 from lowprec.recipe import Recipe, Rule, parse_recipe
 
+# Tracing instantiates autograd.Function inside torch, which warns about itself.
+compiled = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 RANDOM = "mxfp8 x mxfp8_32x32 / mxfp4:sr + rht32:seeded / mxfp4:sr + rht32:seeded"
 EVERYWHERE = "mxfp4:sr + rht32:seeded / mxfp4:sr + rht16:seeded / nvfp4:sr + rht16"
 
@@ -308,6 +310,24 @@ def test_a_plan_applied_between_forward_and_backward_changes_the_next_step(polic
     assert equal(*(backward(model, batch(1), mode="plain") for model in (a, b)))
 
 
+@compiled
+def test_a_second_plan_compiles_as_well() -> None:
+    eager, traced = wrapped(), wrapped()
+    plan = lowprec.plan(net(), recipe_of("mxfp4"))
+    results = []
+    torch._dynamo.reset()
+    for model in (eager, traced):
+        step = torch.compile(model, backend="aot_eager", fullgraph=True)
+        call = step if model is traced else model
+        call(batch(0)).sum().backward()
+        lowprec.apply(model, plan)
+        model.zero_grad()
+        call(batch(1)).square().sum().backward()
+        results.append(gradients(model))
+    assert equal(*results)
+    assert lowprec.observe(traced).gemms["0"]["wgrad"] == lowprec.observe(eager).gemms["0"]["wgrad"]
+
+
 def test_a_plan_that_leaves_a_converted_layer_alone_changes_nothing() -> None:
     model = net()
     plan = lowprec.plan(model, recipe_of("mxfp8"))
@@ -349,10 +369,6 @@ def test_torch_random_state_is_untouched() -> None:
     before = torch.get_rng_state()
     backward(model, x, mode="plain")
     assert torch.equal(before, torch.get_rng_state())
-
-
-# Tracing instantiates autograd.Function inside torch, which warns about itself.
-compiled = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
 
 @compiled
