@@ -72,6 +72,7 @@ class Products:
     """How the products of one layer run, where in training it is, and what has run."""
 
     def __init__(self, stages: tuple[Stage, ...], *, layer: str, seed: int) -> None:
+        # A flag beside `position.told`, which changes every step: tracing guards on what it reads.
         self.started = False
         self.layer = layer
         self.stages: tuple[Stage, ...] = ()
