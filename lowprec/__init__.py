@@ -5,20 +5,19 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
-from lowprec.conversion import apply, restore
-from lowprec.errors import LowprecError, PlanError, RecipeError, UnsupportedError
-from lowprec.formats import FORMATS, Cast, Format
-from lowprec.nn import Linear
-from lowprec.ops import dequantize, quantize
-from lowprec.planning import Plan, plan
-from lowprec.recipe import Recipe, load_recipe
-from lowprec.rng import RandomStream
-from lowprec.stepping import set_step
-from lowprec.tensor import QuantizedTensor
-
 if TYPE_CHECKING:
+    from lowprec.conversion import apply, restore
+    from lowprec.errors import LowprecError, PlanError, RecipeError, UnsupportedError
+    from lowprec.formats import FORMATS, Cast, Format
+    from lowprec.nn import Linear
+    from lowprec.ops import dequantize, quantize
+    from lowprec.planning import Plan, plan
+    from lowprec.recipe import Recipe, load_recipe
+    from lowprec.rng import RandomStream
     from lowprec.saved import saved_activations
+    from lowprec.stepping import set_step
     from lowprec.telemetry import Observation, observe
+    from lowprec.tensor import QuantizedTensor
     from lowprec.watching import watch
 
 __all__ = [
@@ -47,19 +46,40 @@ __all__ = [
     "watch",
 ]
 
-# Loaded when first asked for: training needs none of it, and imports stay quick.
-_LATER: Final = {
-    "Observation": "lowprec.telemetry",
-    "observe": "lowprec.telemetry",
-    "saved_activations": "lowprec.saved",
-    "watch": "lowprec.watching",
+# Each is loaded when first asked for, so that the import costs next to nothing.
+_HOME: Final = {
+    "FORMATS": "formats",
+    "Cast": "formats",
+    "Format": "formats",
+    "Linear": "nn",
+    "LowprecError": "errors",
+    "Observation": "telemetry",
+    "Plan": "planning",
+    "PlanError": "errors",
+    "QuantizedTensor": "tensor",
+    "RandomStream": "rng",
+    "Recipe": "recipe",
+    "RecipeError": "errors",
+    "UnsupportedError": "errors",
+    "apply": "conversion",
+    "dequantize": "ops",
+    "load_recipe": "recipe",
+    "observe": "telemetry",
+    "plan": "planning",
+    "quantize": "ops",
+    "restore": "conversion",
+    "saved_activations": "saved",
+    "set_step": "stepping",
+    "watch": "watching",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
+    if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_LATER[name]), name)
+    found = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = found
+    return found
 
 
 def __dir__() -> list[str]:

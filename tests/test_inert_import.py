@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-MILLISECONDS, TRIES = 50.0, 5
+MILLISECONDS, TRIES = 20.0, 5
 
 LOWPREC = """
 import json, os, sys, time, torch
@@ -18,6 +18,8 @@ rng, before = torch.get_rng_state(), set(sys.modules)
 started = time.process_time()
 import lowprec
 elapsed = time.process_time() - started
+for name in lowprec.__all__:  # what the import put off
+    getattr(lowprec, name)
 json.dump({
     "ms": 1e3 * elapsed,
     "cuda": torch.cuda.is_initialized(),
