@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import torch
 
 from lowprec import ops
+from lowprec.errors import UnsupportedError
 from lowprec.formats import Cast
 from lowprec.nn.position import At, Position
 from lowprec.packing import pack_codes, unpack_codes
@@ -54,6 +55,22 @@ class Which(NamedTuple):
     product: int
     stage: int
     columns: int
+
+
+class CastAlready(NamedTuple):
+    """A weight whose codes arrived from elsewhere, and the cast that made them."""
+
+    q: QuantizedTensor
+    cast: Cast
+
+    def operand(self, layer: str, cast: Cast | None, axis: int) -> QuantizedTensor:
+        """The codes with the contraction last; raises UnsupportedError if `cast` is another."""
+        if cast != self.cast:
+            raise UnsupportedError(
+                f"layer {layer!r}: its weight was gathered as {self.cast}, the plan in force wants "
+                f"{cast or 'bf16'}; apply that plan before shard_quantized"
+            )
+        return self.q if axis == -1 else self.q.along(axis).mT
 
 
 class Monitor(Protocol):
@@ -226,6 +243,9 @@ class Products:
                 if gemm.rotation.seeded:
                     stream = self._stream(f"{name}.signs", at, seed)
                 t = rotate(t, gemm.rotation, axis=axis, side=_SIDES[side], stream=stream)
+        arrived: CastAlready | None = getattr(t, "lowprec_quantized", None)
+        if arrived is not None:
+            return arrived.operand(self.layer, cast, axis)
         if self.monitor is not None:
             self.monitor.saw(name, operand, t, axis, cast)
         if cast is None:
