@@ -42,7 +42,9 @@ LOWPREC: dict[str, str] = {
     "lowprec.ops": "errors formats tensor rng hardware backends backends.facts",
     "lowprec.stages": "policy hardware backends",
     "lowprec.nn.position": "",
-    "lowprec.nn.products": "errors ops formats tensor packing policy rng rotation stages nn.position",
+    "lowprec.nn.products": (
+        "errors ops formats tensor packing policy rng rotation stages nn.position"
+    ),
     "lowprec.nn.opaque": "ops formats policy nn.products",
     "lowprec.nn.linear": "errors policy hardware stages nn.products",
     "lowprec.nn": "nn.linear nn.products",
@@ -55,6 +57,7 @@ LOWPREC: dict[str, str] = {
     "lowprec.conversion": "errors layer_plan planning nn coverage",
     "lowprec.shard_tensors": "errors formats nn nn.products ops policy tensor",
     "lowprec.fsdp": "errors formats nn shard_tensors table",
+    "lowprec.transport": "errors formats ops packing tensor",
     "lowprec.stepping": "errors nn nn.position",
     "lowprec.saved": "errors formats ops packing tensor",
     "lowprec.operand_stats": "ops formats rng tensor backends.reference",

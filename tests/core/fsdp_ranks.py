@@ -31,6 +31,7 @@ import lowprec
 from lowprec.fsdp import shard_quantized
 from lowprec.policy import LinearPolicy
 from lowprec.recipe import Recipe, Rule
+from lowprec.transport import all_to_all
 
 TILES = "mxfp8 x mxfp8_32x32 / mxfp8 x mxfp8_32x32 / mxfp8"
 PORTABLE = "fp8_1x128 x fp8_128x128 / fp8_1x128 x fp8_128x128 / fp8_1x128"
@@ -238,11 +239,40 @@ def resumed(rank: int, ranks: int, folder: Path, saved_by: int) -> dict[str, Any
     return {"loaded": loaded, "resumed": last}
 
 
+SENT = ([0, 5, 3, 1], [7, 0, 0, 2], [4, 4, 4, 4], [0, 0, 0, 0])
+"""Rows from each rank to each rank; the last one has none to send."""
+
+
+def exchanged(rank: int, ranks: int) -> dict[str, Any]:
+    """Rows there and back in several formats, with the bytes that entered the collective."""
+    send = list(SENT[rank][:ranks])
+    receive = [SENT[other][rank] for other in range(ranks)]
+    found: dict[str, Any] = {}
+    exchange, sent = dist.all_to_all_single, []
+
+    def counted(out: Any, given: Any, *rest: Any, **more: Any) -> Any:
+        sent.append(given.nbytes)
+        return exchange(out, given, *rest, **more)
+
+    dist.all_to_all_single = counted
+    for cast in ("mxfp8", "mxfp4", "mxfp6_e2m3"):
+        x = torch.randn(sum(send), 69, generator=torch.Generator().manual_seed(rank))
+        x = x.bfloat16().requires_grad_()
+        y = all_to_all(x, send, receive, cast=cast)
+        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(10 + rank)).bfloat16()
+        y.backward(dy)
+        found[cast] = {"x": x.detach(), "y": y.detach(), "dy": dy, "dx": x.grad, "bytes": sent[:1]}
+        sent.clear()
+    dist.all_to_all_single = exchange
+    return found
+
+
 def everything(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {
         "invariance": invariance(rank, ranks),
         "trained": trained(rank, ranks),
         "wire": on_the_wire(rank, ranks),
+        "exchanged": exchanged(rank, ranks),
     }
     if ranks % 2 == 0 and ranks > 2:
         found["hsdp"] = two_dimensional(rank, ranks)

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import lowprec
 from lowprec.errors import LowprecError, PlanError
 from lowprec.fsdp import shard_plan, shard_quantized
+from lowprec.transport import all_to_all
 from tests.core import fsdp_ranks as they
 
 Found = dict[str, Any]
@@ -196,6 +197,41 @@ def test_a_checkpoint_loads_at_another_number_of_ranks(two: list[Found], four: l
     got = four[0]["resharded"]["resumed"]["weights"]
     for name, tensor in want["resumed"]["weights"].items():
         torch.testing.assert_close(got[name], tensor, rtol=0, atol=2e-2)
+
+
+@pytest.mark.parametrize("cast", ["mxfp8", "mxfp4", "mxfp6_e2m3"])
+def test_rows_that_cross_are_the_cast_rows(two: list[Found], four: list[Found], cast: str) -> None:
+    """Zero rows to some ranks, none at all from one; 69 columns end in a ragged block."""
+    for found in (two, four):
+        ranks = len(found)
+        arrive = [found[r]["exchanged"][cast] for r in range(ranks)]
+        sent = [list(torch.split(one["x"], they.SENT[r][:ranks])) for r, one in enumerate(arrive)]
+        counts = [[they.SENT[other][r] for other in range(ranks)] for r in range(ranks)]
+        back = [list(torch.split(one["dy"], counts[r])) for r, one in enumerate(arrive)]
+        for rank, one in enumerate(arrive):
+            came = torch.cat([sent[other][rank] for other in range(ranks)])
+            gone = torch.cat([back[other][rank] for other in range(ranks)])
+            for got, source in ((one["y"], came), (one["dx"], gone)):
+                want = lowprec.dequantize(lowprec.quantize(source, cast), torch.bfloat16)
+                assert torch.equal(got, want)
+            bits = {"mxfp8": 8, "mxfp6_e2m3": 6, "mxfp4": 4}[cast]
+            width = (69 if bits == 8 else 72 * bits // 8) + 3
+            assert one["bytes"] == [len(one["x"]) * width]
+
+
+@pytest.mark.usefixtures("gloo")
+def test_exchanges_that_do_not_fit_say_so() -> None:
+    x = torch.ones(4, 32)
+    for send, receive, cast, words in (
+        ([3], [3], "mxfp8", "sends all rows"),
+        ([4], [2, 2], "mxfp8", "one count, zero or more"),
+        ([4], [4], "mxfp8_32x32", "does not cast each row by itself"),
+        ([4], [4], "nvfp4", "does not cast each row by itself"),
+        ([4], [4], "mxfp8:sr", "nearest rounding"),
+    ):
+        with pytest.raises(LowprecError, match=words):
+            all_to_all(x, send, receive, cast=cast)
+    assert torch.equal(all_to_all(x, [4], [4]), x)
 
 
 def test_full_state_is_that_of_one_process(two: list[Found]) -> None:
