@@ -6,10 +6,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from lowprec.acceptance import Acceptance, load_acceptance
     from lowprec.conversion import apply, restore
-    from lowprec.errors import LowprecError, PlanError, RecipeError, UnsupportedError
+    from lowprec.errors import (
+        AcceptanceError,
+        LowprecError,
+        PlanError,
+        RecipeError,
+        UnsupportedError,
+    )
     from lowprec.formats import FORMATS, Cast, Format
-    from lowprec.nn import Linear
+    from lowprec.identity import Fingerprint, fingerprint
+    from lowprec.nn import Linear, NormLinear
     from lowprec.ops import dequantize, quantize
     from lowprec.planning import Plan, plan
     from lowprec.recipe import Recipe, load_recipe
@@ -18,14 +26,19 @@ if TYPE_CHECKING:
     from lowprec.stepping import set_step
     from lowprec.telemetry import Observation, observe
     from lowprec.tensor import QuantizedTensor
+    from lowprec.version import __version__
     from lowprec.watching import watch
 
 __all__ = [
     "FORMATS",
+    "Acceptance",
+    "AcceptanceError",
     "Cast",
+    "Fingerprint",
     "Format",
     "Linear",
     "LowprecError",
+    "NormLinear",
     "Observation",
     "Plan",
     "PlanError",
@@ -34,8 +47,11 @@ __all__ = [
     "Recipe",
     "RecipeError",
     "UnsupportedError",
+    "__version__",
     "apply",
     "dequantize",
+    "fingerprint",
+    "load_acceptance",
     "load_recipe",
     "observe",
     "plan",
@@ -49,10 +65,14 @@ __all__ = [
 # Each is loaded when first asked for, so that the import costs next to nothing.
 _HOME: Final = {
     "FORMATS": "formats",
+    "Acceptance": "acceptance",
+    "AcceptanceError": "errors",
     "Cast": "formats",
+    "Fingerprint": "identity",
     "Format": "formats",
     "Linear": "nn",
     "LowprecError": "errors",
+    "NormLinear": "nn",
     "Observation": "telemetry",
     "Plan": "planning",
     "PlanError": "errors",
@@ -61,8 +81,11 @@ _HOME: Final = {
     "Recipe": "recipe",
     "RecipeError": "errors",
     "UnsupportedError": "errors",
+    "__version__": "version",
     "apply": "conversion",
     "dequantize": "ops",
+    "fingerprint": "identity",
+    "load_acceptance": "acceptance",
     "load_recipe": "recipe",
     "observe": "telemetry",
     "plan": "planning",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from lowprec.acceptance import Acceptance, load_acceptance
 from lowprec.coverage import left_alone_because, linear_layers
 from lowprec.errors import PlanError
 from lowprec.layer_plan import LayerPlan
@@ -13,7 +15,9 @@ from lowprec.nn import REPLACEMENTS, Linear, Products
 from lowprec.planning import Plan
 
 
-def apply(model: torch.nn.Module, plan: Plan) -> torch.nn.Module:
+def apply(
+    model: torch.nn.Module, plan: Plan, *, require: str | Path | Acceptance | None = None
+) -> torch.nn.Module:
     """Turn every layer that `plan` covers into ours, in place, and return the same model.
 
     The module objects stay the same: Parameters, ties, hooks, references, train/eval mode and
@@ -21,9 +25,16 @@ def apply(model: torch.nn.Module, plan: Plan) -> torch.nn.Module:
     converted already the plan takes the place of the old one (the same plan changes nothing): so a
     layer is demoted by `plan.with_layer` in the middle of training; counts and the position in
     training go on. Raises PlanError when the model is not the one that the plan was made for.
+
+    require: the acceptance.json of a quality gate, or what `load_acceptance` read; None asks for no
+    gate. Raises AcceptanceError, naming every difference, when it is damaged, edited or expired, or
+    when the gate accepted another recipe, plan, model or version.
     """
     if not isinstance(plan, Plan):
         raise PlanError(f"apply takes a plan, not {plan!r}; make one with lowprec.plan")
+    if require is not None:
+        accepted = require if isinstance(require, Acceptance) else load_acceptance(require)
+        accepted.check(model, plan)
     found = {name: (module, parent) for name, module, parent, _ in linear_layers(model)}
     planned = {layer.name for layer in plan.layers}
     for name in found:

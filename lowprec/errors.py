@@ -3,6 +3,7 @@
 LowprecError
  ├── RecipeError        a recipe file says something that cannot be meant
  ├── PlanError          a recipe does not fit this model, or a plan does not fit it any more
+ ├── AcceptanceError    an acceptance record does not cover what is about to be trained
  └── UnsupportedError   a format, shape, dtype or backend that cannot do what was asked
 """
 
@@ -19,6 +20,10 @@ class RecipeError(LowprecError):
 
 class PlanError(LowprecError):
     """A recipe does not fit this model, or a plan no longer fits the model it was made for."""
+
+
+class AcceptanceError(LowprecError):
+    """An acceptance record is damaged or expired, or covers another recipe, plan or model."""
 
 
 class UnsupportedError(LowprecError):

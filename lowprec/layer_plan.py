@@ -117,7 +117,10 @@ class LayerPlan:
             for name, product in stage.policy.items()
             if isinstance(product, Gemm)
         }
-        return ", ".join(sorted(kinds)) or "bf16"
+        backends = [one for stage in self.stages for one in stage.backends.values()]
+        by_kernels = any("triton" in (one.left, one.right) for one in backends)
+        text = ", ".join(sorted(kinds)) or "bf16"
+        return f"{text}; casts by triton" if by_kernels else text
 
     def to_data(self) -> dict[str, Any]:
         """The layer as JSON data that `from_data` reads back to an equal plan."""

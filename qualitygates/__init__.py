@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .experiment import Experiment
     from .gate import run
+    from .sensitivity.driver import sweep
 
-__all__ = ["Experiment", "judge", "run"]
+__all__ = ["Experiment", "judge", "run", "sweep"]
 
 
 def judge(paths: Sequence[str | Path]) -> dict[str, Any]:
@@ -19,9 +20,9 @@ def judge(paths: Sequence[str | Path]) -> dict[str, Any]:
     Raises RecordError when a record is damaged or the files are not of one gate.
     """
     from .judging import judge_records
-    from .records import load_evidence
+    from .records import load_evidence, load_speed
 
-    return judge_records(*load_evidence(paths))
+    return judge_records(*load_evidence(paths), speed=load_speed(paths))
 
 
 def __getattr__(name: str) -> Any:
@@ -34,4 +35,8 @@ def __getattr__(name: str) -> Any:
         from .gate import run
 
         return run
+    if name == "sweep":
+        from .sensitivity.driver import sweep
+
+        return sweep
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
+
+# A name of 10^5 letters must not make a page that nobody can open.
+LONGEST: Final = 2000
+_LONGEST_PRE: Final = 200_000
+_SPACES: Final = "\n\t\xa0\u202f"
 
 
 @dataclass(frozen=True)
@@ -32,11 +38,15 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under a head; `align` has one letter a column: l, r or c."""
+    """Rows under a head; `align` has one letter a column: l, r or c.
+
+    One that `stacks` shows its cells below each other on a narrow screen: nothing scrolls away.
+    """
 
     head: Sequence[str]
     rows: Sequence[Sequence[str | Cell]]
     align: str
+    stacks: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,9 +107,34 @@ def to_markdown(title: str, sections: Sequence[Section]) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def plain(text: object, *, longest: int = LONGEST) -> str:
+    """Text in which every character can be seen and written as UTF-8.
+
+    Control, bidirectional and other invisible characters and lone surrogates become their Python
+    escapes; what is beyond `longest` characters is left out, and the text says so. What a damaged
+    record holds in place of a text is shown as Python writes it.
+    """
+    if not isinstance(text, str):
+        text = str(text)
+    shown = text[:longest]
+    if not shown.isprintable():
+        shown = "".join(
+            char
+            if char.isprintable() or char in _SPACES
+            else char.encode("unicode_escape").decode()
+            for char in shown
+        )
+    return shown if len(text) <= longest else f"{shown} ... ({len(text) - longest} more characters)"
+
+
+def plain_lines(text: str) -> str:
+    """The same for text whose columns matter."""
+    return plain(text, longest=_LONGEST_PRE)
+
+
 def escape(text: str) -> str:
     """Text without a meaning of its own in Markdown (tables and inline HTML included)."""
-    flat = " ".join(text.split())
+    flat = " ".join(plain(text).split())
     return "".join(f"\\{char}" if char in "\\`*_<>|[]#&$~" else char for char in flat)
 
 
@@ -115,7 +150,7 @@ def _markdown(block: Block) -> str:
             rows = [[name, value] for name, value in pairs]
             return _markdown_table(Table(["", ""], rows, "ll"))
         case Pre(text):
-            return "\n".join(f"    {line}" for line in text.splitlines())
+            return "\n".join(f"    {line}" for line in plain_lines(text).split("\n"))
         case Figures(items):
             titles = ", ".join(escape(item.title) for item in items)
             return f"Plots, in report.html: {titles}." if titles else ""

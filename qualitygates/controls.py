@@ -18,11 +18,19 @@ Evaluation = Mapping[str, Any]
 
 CONTROLS = ("null", "known_bad")
 NOT_RUN = "NOT_RUN"
+_CURES = {
+    "null": "switch it on, or give predictions of another training an arm null (the baseline's "
+    "recipe and seeds, from weights moved by one rounding step) in a folder of its own",
+    "known_bad": "set known_bad_margins = 2 in a folder of its own",
+}
 
 
 def not_run(arm: str) -> dict[str, Any]:
     """The outcome of a control that the promise switched off: it shows nothing, now or later."""
-    reason = f"the {arm} control is switched off, so nothing shows what this gate can tell apart"
+    reason = (
+        f"the {arm} control is switched off, so nothing shows what this gate can tell apart: "
+        f"{_CURES[arm]}"
+    )
     return {
         "verdict": NOT_RUN,
         "reasons": [reason],

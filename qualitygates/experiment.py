@@ -10,26 +10,34 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
+from .acceptance import KEYS as ACCEPTANCE_KEYS
+from .acceptance import read_rules
 from .errors import ExperimentError, RecordError
 from .records import canonical_json, content_hash
+from .speed.promise import KEYS as SPEED_KEYS
+from .speed.promise import SpeedPromise, read_speed_promise
 from .verdict import MIN_SEEDS, look_alpha, resolve_margins
 
 SCHEMA: Final = 1
 BASELINE: Final = "bf16"
 # A harm below one margin is acceptable by definition; one above ten margins proves no sensitivity.
 KNOWN_BAD_RANGE: Final = (1.0, 10.0)
+DEVICES: Final = ("cpu", "cuda")
 _KEYS: Final[dict[str, tuple[str, ...]]] = {
     "": (
         *("schema", "name", "workload", "margins", "looks", "first_seed", "options", "train"),
-        *("baseline", "candidate", "controls", "slices", "speed"),
+        *("baseline", "candidate", "controls", "evaluate", "slices", "speed"),
+        "acceptance",
     ),
-    "train": ("steps", "batch_size"),
+    "train": ("steps", "batch_size", "processes", "device"),
     "baseline": ("recipe",),
     "candidate": ("recipe", "fault"),
     "candidate.fault": ("logit_noise",),
     "controls": ("null", "known_bad_margins"),
+    "evaluate": ("negative_sampling_rate",),
     "slices": ("protected", "protected_margin_factor"),
-    "speed": ("required",),
+    "speed": SPEED_KEYS,
+    "acceptance": ACCEPTANCE_KEYS,
 }
 
 
@@ -37,9 +45,13 @@ _KEYS: Final[dict[str, tuple[str, ...]]] = {
 class Experiment:
     """Two arms that differ in the recipe alone, with margins and looks fixed in advance.
 
-    `steps` and `batch_size` belong to both arms. `fault` is harm planted in the candidate to test
+    `steps` and `batch_size` belong to both arms, as do `processes` (that share each batch by rows)
+    and the `device` they train on. `fault` is harm planted in the candidate to test
     the gate itself: {"logit_noise": sd of Gaussian noise on the logits at evaluation}.
     `known_bad_margins` is the size of the known-bad control in NE margins, 0 when it is off.
+    `negative_sampling_rate` is the share of the negatives that training keeps: predictions of both
+    arms are recalibrated for it before they are judged; 1 leaves them as they are.
+    `acceptance` says how long an ACCEPT holds and for which versions.
     `folder` is where relative paths start; it is not content.
     """
 
@@ -58,7 +70,11 @@ class Experiment:
     known_bad_margins: float
     protected: tuple[str, ...]
     protected_margin_factor: float
-    speed_required: bool
+    speed: SpeedPromise
+    negative_sampling_rate: float = 1.0
+    processes: int = 1
+    device: str = "cpu"
+    acceptance: Mapping[str, Any] = field(default_factory=lambda: read_rules({}))
     folder: Path = field(default=Path(), compare=False)
 
     @property
@@ -96,6 +112,7 @@ class Experiment:
             "controls": content["controls"],
             "slices": content["slices"],
             "speed": content["speed"],
+            "acceptance": content["acceptance"],
             "created": created,
         }
 
@@ -104,6 +121,9 @@ class Experiment:
         candidate: dict[str, Any] = {"recipe": self.candidate}
         if self.fault:
             candidate["fault"] = dict(self.fault)
+        train: dict[str, Any] = {"steps": self.steps, "batch_size": self.batch_size}
+        if (self.processes, self.device) != (1, "cpu"):
+            train |= {"processes": self.processes, "device": self.device}
         return {
             "schema": SCHEMA,
             "name": self.name,
@@ -112,15 +132,17 @@ class Experiment:
             "looks": list(self.looks),
             "first_seed": self.first_seed,
             "options": dict(self.options),
-            "train": {"steps": self.steps, "batch_size": self.batch_size},
+            "train": train,
             "baseline": {"recipe": self.baseline},
             "candidate": candidate,
             "controls": {"null": self.null_control, "known_bad_margins": self.known_bad_margins},
+            "evaluate": {"negative_sampling_rate": self.negative_sampling_rate},
             "slices": {
                 "protected": list(self.protected),
                 "protected_margin_factor": self.protected_margin_factor,
             },
-            "speed": {"required": self.speed_required},
+            "speed": self.speed.to_dict(),
+            "acceptance": dict(self.acceptance),
         }
 
     @classmethod
@@ -155,6 +177,7 @@ def _experiment(data: Mapping[str, Any], folder: Path) -> Experiment:
         raise ExperimentError(f"schema = {schema!r}; this version reads schema = {SCHEMA}")
     train, candidate = _table(top, "train"), _table(top, "candidate")
     controls, slices = _table(top, "controls", default={}), _table(top, "slices", default={})
+    evaluate = _table(top, "evaluate", default={})
     name, workload = _text(top, "", "name"), _workload(_text(top, "", "workload"))
     return Experiment(
         name=name,
@@ -162,6 +185,8 @@ def _experiment(data: Mapping[str, Any], folder: Path) -> Experiment:
         options=_options(top),
         steps=_integer(train, "train", "steps", least=1),
         batch_size=_integer(train, "train", "batch_size", least=1),
+        processes=_processes(train),
+        device=_device(train),
         baseline=_baseline(top),
         candidate=_text(candidate, "candidate", "recipe"),
         fault=_fault(candidate),
@@ -174,7 +199,13 @@ def _experiment(data: Mapping[str, Any], folder: Path) -> Experiment:
         protected_margin_factor=_positive(
             {"protected_margin_factor": 2.0, **slices}, "slices", "protected_margin_factor"
         ),
-        speed_required=_boolean(_table(top, "speed"), "speed", "required"),
+        speed=read_speed_promise(
+            _table(top, "speed"), steps=train["steps"], batch_size=train["batch_size"]
+        ),
+        negative_sampling_rate=_share(
+            {"negative_sampling_rate": 1.0, **evaluate}, "evaluate", "negative_sampling_rate"
+        ),
+        acceptance=read_rules(_table(top, "acceptance", default={})),
         folder=folder,
     )
 
@@ -227,6 +258,23 @@ def _integer(table: Mapping[str, Any], section: str, key: str, *, least: int) ->
     return value
 
 
+def _processes(train: Mapping[str, Any]) -> int:
+    processes = _integer({"processes": 1, **train}, "train", "processes", least=1)
+    if train["batch_size"] % processes:
+        raise ExperimentError(
+            f"[train] processes = {processes} cannot share batch_size = {train['batch_size']} "
+            "in equal parts; make the batch a multiple of it"
+        )
+    return processes
+
+
+def _device(train: Mapping[str, Any]) -> str:
+    device = train.get("device", "cpu")
+    if device not in DEVICES:
+        raise ExperimentError(f"[train] device = {device!r}; allowed: {', '.join(DEVICES)}")
+    return str(device)
+
+
 def _boolean(table: Mapping[str, Any], section: str, key: str) -> bool:
     value = _need(table, section, key)
     if not isinstance(value, bool):
@@ -252,6 +300,13 @@ def _positive(table: Mapping[str, Any], section: str, key: str) -> float:
     value = _number(table, section, key)
     if value == 0:
         raise ExperimentError(f"{_at(section, key)} = 0 must be above 0")
+    return value
+
+
+def _share(table: Mapping[str, Any], section: str, key: str) -> float:
+    value = _positive(table, section, key)
+    if value > 1:
+        raise ExperimentError(f"{_at(section, key)} = {value:g} must be above 0 and at most 1")
     return value
 
 

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import threading
-import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,45 +12,58 @@ import torch
 
 import lowprec
 
+from .acceptance import withdraw
 from .errors import DataError, ExperimentError, GateError
+from .evaluating import evaluation_names
 from .experiment import Experiment
 from .judging import judge_records
+from .locking import folder_lock
 from .progress import Progress
-from .records import RunStore, content_hash
+from .records import RunStore, content_hash, read_speed
 from .report import write_report
-from .runs import execute, run_inputs
+from .running.executors import Executor, Job, open_executor
+from .runs import run_inputs
 from .workload import Workload, load_workload
 
 
-@dataclass(frozen=True)
-class Job:
-    """One training: an arm and a seed, and the arms whose records it writes."""
-
-    arm: str
-    seed: int
-    writes: tuple[str, ...]
-
-
-def run(experiment: Experiment, *, out: Path, workers: int, progress: bool) -> dict[str, Any]:
+def run(
+    experiment: Experiment, *, out: Path, workers: int, progress: bool, cluster: str = ""
+) -> dict[str, Any]:
     """Run a gate in the folder `out` and return the verdict; finished runs are never repeated.
 
+    The runs are trained by `workers` processes of this machine, or as Ray tasks: `cluster` is
+    "local" for a Ray on this machine, "auto" or an address for one that runs. The folder is locked
+    until the verdict is written: a second gate in it is refused with ExperimentError.
     Everything that can be wrong with the input is found before anything is written: the workload
     loads, both recipes fit the model. gate.json is written before the first run. Killed at any
     point, the same call resumes and gives bit-equal records. Raises GateError and LowprecError.
     """
     checked = _check(experiment)
-    store = RunStore(out)
+    with folder_lock(out), open_executor(cluster, workers=workers) as executor:
+        return _run(experiment, checked, RunStore(out), executor=executor, progress=progress)
+
+
+def _run(
+    experiment: Experiment,
+    checked: Mapping[str, Any],
+    store: RunStore,
+    *,
+    executor: Executor,
+    progress: bool,
+) -> dict[str, Any]:
     promise = experiment.promise(created=datetime.now(UTC).isoformat(timespec="seconds"))
     gate = store.write_gate({**promise, **checked})
     verdict: dict[str, Any] = {}
     for look in experiment.looks:
         _check_recipe_unchanged(experiment, gate)
         jobs = _missing(experiment, store, experiment.seeds[:look])
+        if jobs:
+            withdraw(store.folder)
         with Progress(enabled=progress, jobs=len(jobs), steps=experiment.steps) as shown:
-            _execute_all(experiment, store, jobs, workers=workers, shown=shown)
+            _execute_all(experiment, store, jobs, executor=executor, shown=shown)
         runs, _ = store.load_all()
-        verdict = judge_records(gate, runs)
-        write_report(out, gate, runs=runs, verdict=verdict)
+        verdict = judge_records(gate, runs, speed=read_speed(store.folder))
+        write_report(store.folder, gate, runs=runs, verdict=verdict)
         if verdict["final"]:
             break
     return verdict
@@ -83,13 +89,18 @@ def _check(experiment: Experiment) -> dict[str, Any]:
                 "itself; the null control does that already"
             )
     _draw_one_batch(workload, experiment)
-    return {"facts": dict(workload.facts), "recipe_hashes": hashes}
+    return {
+        "facts": dict(workload.facts),
+        "recipe_hashes": hashes,
+        "evaluations": evaluation_names(workload),
+    }
 
 
 def _draw_one_batch(workload: Workload, experiment: Experiment) -> None:
     """Find a workload that cannot give a batch now, not in every run of the gate."""
     try:
-        next(workload.training_batches(seed=0, steps=1, batch_size=experiment.batch_size))
+        if not hasattr(workload, "train"):
+            next(workload.training_batches(seed=0, steps=1, batch_size=experiment.batch_size))
         next(workload.evaluation_batches(batch_size=experiment.batch_size))
     except (GateError, OSError):
         raise
@@ -148,72 +159,13 @@ def _execute_all(
     store: RunStore,
     jobs: Sequence[Job],
     *,
-    workers: int,
+    executor: Executor,
     shown: Progress,
 ) -> None:
-    if not jobs:
-        return
-    context = multiprocessing.get_context("spawn")
-    ticks = context.SimpleQueue()
-    with (
-        shown.listening(ticks),
-        _pool(min(workers, len(jobs)), context, ticks) as pool,
-    ):
-        futures: dict[Future[list[dict[str, Any]]], Job] = {
-            pool.submit(_work, experiment, job.arm, job.seed): job for job in jobs
-        }
-        for future in as_completed(futures):
-            job = futures[future]
-            try:
-                records = future.result()
-            except BrokenProcessPool as error:
-                raise GateError(
-                    f"the process that trained {job.arm}, seed {job.seed} was killed (out of "
-                    "memory?); finished runs are kept, the same command resumes"
-                ) from error
+    """Run the jobs wherever the executor does; records are written here and nowhere else."""
+    with closing(executor.results(experiment, jobs, shown=shown)) as results:
+        for job, records in results:
             for record in records:
                 if record["arm"] in job.writes:
                     store.save(record)
             shown.finished(job.arm, job.seed)
-
-
-@contextmanager
-def _pool(workers: int, context: Any, ticks: Any) -> Iterator[ProcessPoolExecutor]:
-    pool = ProcessPoolExecutor(
-        workers, mp_context=context, initializer=_start_worker, initargs=(ticks, os.getpid())
-    )
-    try:
-        yield pool
-    except BaseException:
-        for process in list(pool._processes.values()):
-            process.terminate()
-        pool.shutdown(wait=False, cancel_futures=True)
-        raise
-    pool.shutdown()
-
-
-_ticks: Any = None
-_workload: Workload | None = None
-
-
-def _start_worker(ticks: Any, parent: int) -> None:
-    """One thread a run: the sums, and so the bits, do not depend on the number of cores."""
-    global _ticks
-    _ticks = ticks
-    torch.set_num_threads(1)
-    threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
-
-
-def _die_with(parent: int) -> None:
-    """A killed gate leaves nobody to take the record, and an idle worker would wait for ever."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
-
-
-def _work(experiment: Experiment, arm: str, seed: int) -> list[dict[str, Any]]:
-    global _workload
-    if _workload is None:
-        # Loaded once a worker; a workload that kept state between runs would fail to pair.
-        _workload = _load(experiment)
-    return execute(experiment, arm, seed, workload=_workload, tick=lambda: _ticks.put((arm, seed)))

@@ -83,7 +83,14 @@ def slice_contrast(
 def _relative_loss(
     base: Mapping[str, Any], cand: Mapping[str, Any], *, clusters: int, where: str
 ) -> Contrast:
-    lb, lc = _array(base, "loss"), _array(cand, "loss")
+    return relative_loss(_array(base, "loss"), _array(cand, "loss"), clusters=clusters, where=where)
+
+
+def relative_loss(lb: Floats, lc: Floats, *, clusters: int, where: str) -> Contrast:
+    """R - 1 with R = sum lC / sum lB from summed losses [U] of the same examples in both arms.
+
+    Raises RecordError, which starts with `where`, when the baseline's loss is 0.
+    """
     total = float(lb.sum())
     if total <= 0:
         raise RecordError(

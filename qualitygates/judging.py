@@ -10,20 +10,25 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .comparing import Outcome, compare
 from .controls import CONTROLS, judge_controls, noise_floor, not_run
-from .influence import METRICS, Contrast, contrast
-from .pairing import FORMS, Promise, Run, Table, collect, largest_look, read_promise
-from .slices import MIN_CLUSTERS, MIN_POSITIVES, SliceRules, judge_slices
-from .stability import hard_failures, judge_stability
-from .verdict import ACCEPT, INCONCLUSIVE, REJECT, advise, judge_metric
+from .forecast import forecast, futile
+from .irreproducibility import prediction_differences
+from .pairing import Promise, Run, Table, collect, largest_look, read_promise
+from .speed.rules import check_belongs, join, judge_speed
+from .trajectory import trajectories
+from .verdict import ACCEPT, INCONCLUSIVE, REJECT, advise
 
-Pairs = Sequence[tuple[Run, Run]]
-Outcome = dict[str, Any]
+# The arms whose further seeds are worth a forecast, and how reasons call them.
+_FORECAST = {"candidate": "", "null": "null control, "}
+UNRECORDED = "note: which products ran at which precision was not recorded (offline runs)"
 
 
-def judge_records(gate: Mapping[str, Any], runs: Sequence[Run]) -> dict[str, Any]:
-    """The verdict dict for the promise in `gate` and all its run records, at the largest look that
-    is complete.
+def judge_records(
+    gate: Mapping[str, Any], runs: Sequence[Run], *, speed: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The verdict dict for the promise in `gate`, all its run records and its speed record (None:
+    not timed), at the largest look that is complete.
 
     Raises ExperimentError for a promise without valid margins, looks or seeds, and RecordError for
     records that are damaged, missing, or do not pair (init, data order, steps, evaluation precision
@@ -40,27 +45,40 @@ def judge_records(gate: Mapping[str, Any], runs: Sequence[Run]) -> dict[str, Any
         outcomes.setdefault(arm, not_run(arm))
     candidate, null = outcomes["candidate"], outcomes["null"]
     controls = judge_controls(null, outcomes["known_bad"])
-    speed = _speed(required=promise.speed_required)
-    verdict, reasons = _combine(candidate, null, controls, speed=speed)
-    final = _is_final(promise, outcomes, verdict=verdict, look=look)
+    first = table["candidate"][used[0]]
+    check_belongs(gate, speed, layers=first["plan_layers"] or ())
+    timed = judge_speed(gate["speed"], speed)
+    quality, reasons = _combine(candidate, null, controls)
+    verdict, reasons = _with_curves(*join(quality, reasons, timed), table=table)
+    floor = _noise_floor(promise, table, outcomes, used)
+    forecasts = {arm: _forecasts(promise, outcomes[arm], floor, look=look) for arm in _FORECAST}
+    hopeless = _hopeless(outcomes, forecasts) if verdict == INCONCLUSIVE else []
+    final = bool(hopeless) or _is_final(promise, outcomes, verdict=verdict, look=look)
+    reasons += hopeless
     environments = _distinct([run["environment"] for arm in table.values() for run in arm.values()])
     if verdict == INCONCLUSIVE and final:
-        reasons.append("no further look can change this: INCONCLUSIVE counts as not accepted")
+        why = "more seeds are not worth their cost" if hopeless else "no later look can change this"
+        reasons.append(f"{why}: INCONCLUSIVE counts as not accepted")
+    if any(run["gemms_match_plan"] is None for run in table["candidate"].values()):
+        reasons.append(UNRECORDED)
     if len(environments) > 1:
         reasons.append(f"warning: the runs come from {len(environments)} different environments")
-    floor = _noise_floor(table, outcomes, used)
-    first = table["candidate"][used[0]]
+    pairs = [(table["baseline"][seed], table["candidate"][seed]) for seed in used]
     return {
         "verdict": verdict,
+        "quality": quality,
         "reasons": reasons,
         "final": final,
         "next_look": None if final else next(one for one in promise.looks if one > look),
         "metrics": candidate["metrics"],
+        "forecast": forecasts["candidate"],
+        "trajectory": trajectories(pairs),
+        "prediction_difference": _prediction_differences(promise, pairs),
         "controls": controls,
         "noise_floor": floor,
         "stability": candidate["stability"],
         "slices": candidate["slices"],
-        "speed": speed,
+        "speed": timed,
         "plan_hash": first["plan_hash"],
         "recipe_hash": first["recipe_hash"],
         "environment": environments,
@@ -82,168 +100,8 @@ def _compare_arm(promise: Promise, table: Table, *, arm: str, used: Sequence[int
     return compare(promise, [pairs[seed] for seed in used], beyond=later)
 
 
-def compare(promise: Promise, pairs: Pairs, *, beyond: Pairs = ()) -> Outcome:
-    """Judge one arm against the baseline at one look, from its pairs of runs, one a seed.
-
-    Returns verdict, reasons, metrics, stability and slices as in the verdict dict; `lasting`, that
-    more seeds cannot change an INCONCLUSIVE or REJECT; `crashed`, that a run died with an error.
-    `beyond` holds pairs of seeds after the look, of which only the hard failures count.
-    """
-    health = judge_stability(pairs, beyond=beyond)
-    blocked: list[str] = []
-    metrics: dict[str, Any] = {}
-    slices: list[dict[str, Any]] = []
-    if all(_has_metrics(run) for pair in pairs for run in pair):
-        by_form = {
-            form: [(b["evaluations"][form], c["evaluations"][form]) for b, c in pairs]
-            for form in FORMS
-        }
-        blocked += _too_small(by_form)
-        if not blocked:
-            metrics, blocked = _judge_metrics(promise, by_form)
-            slices = judge_slices(by_form, _slice_rules(promise))
-    else:
-        blocked.append("a run without finite predictions leaves no metrics to judge")
-    blocked += _plan_mismatches([run for pair in (*pairs, *beyond) for run in pair])
-    blocked += [
-        f"slice {one['name']} ({one['form']}) is protected but too small: {one['reason']}"
-        for one in slices
-        if one["class"] == "protected" and one["p_harm"] is None
-    ]
-    verdict, reasons = _outcome(health, blocked, metrics, slices)
-    return {
-        "verdict": verdict,
-        "reasons": reasons,
-        "metrics": metrics,
-        "stability": health,
-        "slices": slices,
-        "lasting": bool(health["baseline_failures"] or health["hard"] or blocked),
-        "crashed": any(run["training"]["crashed"] is not None for _, run in (*pairs, *beyond)),
-    }
-
-
-def _outcome(
-    health: Mapping[str, Any],
-    blocked: Sequence[str],
-    metrics: Mapping[str, Any],
-    slices: Sequence[Mapping[str, Any]],
-) -> tuple[str, list[str]]:
-    if health["baseline_failures"]:
-        failures = "; ".join(health["baseline_failures"])
-        return INCONCLUSIVE, [f"the baseline failed, so its pair is invalid: {failures}"]
-    if health["hard"]:
-        return REJECT, [f"hard stability failure: {text}" for text in health["hard"]]
-    if blocked:
-        return INCONCLUSIVE, list(blocked)
-    against = [_say(key, entry) for key, entry in metrics.items() if entry["verdict"] == REJECT]
-    against += [_say_spikes(entry) for entry in health["soft"] if entry["flagged"]]
-    against += [_say_slice(entry) for entry in slices if entry["verdict"] == REJECT]
-    if against:
-        return REJECT, against
-    open_questions = [
-        _say(key, entry) for key, entry in metrics.items() if entry["verdict"] == INCONCLUSIVE
-    ]
-    open_questions += [_say_slice(entry) for entry in slices if entry["verdict"] == INCONCLUSIVE]
-    if open_questions:
-        return INCONCLUSIVE, open_questions
-    seeds = next(iter(metrics.values()))["seeds"]
-    shown = f"all {len(metrics)} co-primary metrics are within their margins over {seeds} seeds"
-    warned = [_say_slice(entry) for entry in slices if entry["warn"]]
-    return ACCEPT, [shown, health["statement"], *warned]
-
-
-def _judge_metrics(
-    promise: Promise, by_form: Mapping[str, Pairs]
-) -> tuple[dict[str, Any], list[str]]:
-    metrics: dict[str, Any] = {}
-    blocked: list[str] = []
-    for form, pairs in by_form.items():
-        for metric in METRICS:
-            if all(one["metrics"][metric] is None for pair in pairs for one in pair):
-                continue
-            contrasts = _contrasts(pairs, metric)
-            if not contrasts:
-                blocked.append(
-                    f"{form}/{metric}: its groups span several clusters in every clustering, so "
-                    "its error is unknown; "
-                    "add a clustering that holds each group whole, for example the group itself"
-                )
-                continue
-            entry = judge_metric(
-                contrasts,
-                margin=promise.margins[metric],
-                alpha=promise.alpha,
-                two_sided=metric == "calibration",
-            )
-            if metric == "ne":
-                entry["relative_information"] = _relative_information(entry["estimate"], pairs)
-            metrics[f"{form}/{metric}"] = entry
-    return metrics, blocked
-
-
-def _contrasts(pairs: Pairs, metric: str) -> dict[str, list[Contrast]]:
-    found = {}
-    for name in pairs[0][0]["clusterings"]:
-        seeds = [contrast(b, c, metric=metric, clustering=name) for b, c in pairs]
-        complete = [one for one in seeds if one is not None]
-        if len(complete) == len(seeds):
-            found[name] = complete
-    return found
-
-
-def _relative_information(estimate: float, pairs: Pairs) -> float | None:
-    """d / (1 - NE_B): at NE 0.98 a loss of 0.05 % of NE is 2.5 % of everything the model has
-    learned.
-    """
-    gain = 1.0 - sum(float(b["metrics"]["ne"]) for b, _ in pairs) / len(pairs)
-    return estimate / gain if gain > 0 else None
-
-
-def _too_small(by_form: Mapping[str, Pairs]) -> list[str]:
-    found = []
-    for form, pairs in by_form.items():
-        held = pairs[0][0]
-        for label in ("positives", "negatives"):
-            if held[label] < MIN_POSITIVES:
-                found.append(
-                    f"{form} evaluation: {held[label]:.0f} {label}; below {MIN_POSITIVES} the "
-                    "error rate of the "
-                    "verdict is not known: evaluate on more examples"
-                )
-        for name, entry in held["clusterings"].items():
-            hit = sum(weight > 0 for weight in entry["weight"])
-            if hit < MIN_CLUSTERS:
-                found.append(
-                    f"{form} evaluation: {hit} clusters in {name!r}; the variance over examples "
-                    "needs "
-                    f"{MIN_CLUSTERS}: evaluate on more of them"
-                )
-    return found
-
-
-def _plan_mismatches(runs: Sequence[Run]) -> list[str]:
-    found = []
-    for run in runs:
-        if run["gemms_match_plan"] is True or hard_failures(run):
-            continue
-        layers = [
-            layer["name"]
-            for layer in run["plan_layers"]
-            if any(
-                sorted(run["gemms"].get(layer["name"], {}).get(product, {})) != [layer[product]]
-                for product in ("fprop", "dgrad", "wgrad")
-            )
-        ]
-        named = ", ".join(layers[:8]) + (" and more" if len(layers) > 8 else "")
-        found.append(
-            f"{run['arm']}, seed {run['seed']}: the products that ran are not the planned ones "
-            f"(layers: {named or 'not named by the record'}); this run does not test its recipe"
-        )
-    return found
-
-
 def _combine(
-    candidate: Outcome, null: Outcome, controls: Mapping[str, Any], *, speed: Mapping[str, Any]
+    candidate: Outcome, null: Outcome, controls: Mapping[str, Any]
 ) -> tuple[str, list[str]]:
     verdict, reasons = candidate["verdict"], list(candidate["reasons"])
     misbehaved = list(controls["reasons"])
@@ -252,9 +110,22 @@ def _combine(
     if verdict == REJECT and null["verdict"] != ACCEPT:
         why = "the candidate would be REJECT, but the null control was not accepted"
         return INCONCLUSIVE, [why, *reasons, *misbehaved]
-    if verdict == ACCEPT and speed["status"] == "not_measurable":
-        return INCONCLUSIVE, [f"speed: {speed['reason']}", *reasons]
     return verdict, [*reasons, *misbehaved]
+
+
+def _with_curves(verdict: str, reasons: list[str], *, table: Table) -> tuple[str, list[str]]:
+    """Without training curves nothing shows that training was stable, so there is no ACCEPT."""
+    runs = [run for arm in ("baseline", "candidate") for run in table[arm].values()]
+    absent = {key for run in runs for key in run["training"].get("not_recorded", ())}
+    if verdict == ACCEPT and "loss" in absent:
+        why = (
+            "stability: no training curve was recorded, so nothing shows that training was "
+            "stable: name them in [[curves]] (TensorBoard or JSONL)"
+        )
+        return INCONCLUSIVE, [why, *reasons]
+    if "grad_norm" in absent:
+        return verdict, [*reasons, "note: gradient norms were not recorded, spikes are of the loss"]
+    return verdict, reasons
 
 
 def _is_final(
@@ -268,16 +139,6 @@ def _is_final(
     accepted = candidate["verdict"] == null["verdict"] == ACCEPT
     # Everything but the missing timing has already been shown.
     return bool(accepted and outcomes["known_bad"]["verdict"] != ACCEPT)
-
-
-def _speed(*, required: bool) -> dict[str, str]:
-    if not required:
-        return {"status": "not_required", "reason": "this gate promises quality only"}
-    reason = (
-        "not measurable here: emulated products say nothing about time; measure on the target "
-        "hardware"
-    )
-    return {"status": "not_measurable", "reason": reason}
 
 
 def _advice(
@@ -315,57 +176,50 @@ def _advice(
 
 
 def _noise_floor(
-    table: Table, outcomes: Mapping[str, Outcome], used: Sequence[int]
+    promise: Promise, table: Table, outcomes: Mapping[str, Outcome], used: Sequence[int]
 ) -> dict[str, dict[str, float | None]]:
     baselines = [table["baseline"][seed] for seed in used]
     null, candidate = outcomes["null"]["metrics"], outcomes["candidate"]["metrics"]
     if not (null or candidate):
         return {}
-    by_form = {form: [run["evaluations"][form] for run in baselines] for form in FORMS}
+    by_form = {
+        form: [run["evaluations"][form] for run in baselines] for form in promise.evaluations
+    }
     return noise_floor(by_form, null, candidate)
 
 
-def _has_metrics(run: Run) -> bool:
-    evaluations = run["evaluations"] or {}
-    return all(
-        form in evaluations and evaluations[form]["predictions_finite"] is True for form in FORMS
-    )
+def _forecasts(
+    promise: Promise, outcome: Outcome, floor: Mapping[str, Any], *, look: int
+) -> dict[str, Any]:
+    return {
+        key: forecast(
+            entry, looks=promise.looks, look=look, null_sd=floor[key]["null_paired_sd"] or 0.0
+        )
+        for key, entry in outcome["metrics"].items()
+    }
 
 
-def _slice_rules(promise: Promise) -> SliceRules:
-    return SliceRules(
-        margin=promise.margins["ne"],
-        protected=promise.protected,
-        factor=promise.protected_factor,
-        alpha=promise.alpha,
-    )
+def _hopeless(
+    outcomes: Mapping[str, Outcome], forecasts: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
+    """Why no further seed is worth its cost; giving up can never accept anything."""
+    return [
+        f"stopped early, {label}{text}"
+        for arm, label in _FORECAST.items()
+        for text in futile(forecasts[arm], outcomes[arm]["metrics"])
+    ]
 
 
-def _say(key: str, entry: Mapping[str, Any]) -> str:
-    absolute = key.endswith("auc")
-    low, high, margin = (
-        f"{entry[part]:+.5f}" if absolute else f"{100 * entry[part]:+.3f} %"
-        for part in ("lower", "upper", "margin")
-    )
-    side = "either side of 0" if entry["two_sided"] else "worse is positive"
-    where = "lies beyond" if entry["verdict"] == REJECT else "does not exclude"
-    return f"{key} {entry['verdict']}: [{low}, {high}] {where} the margin {margin} ({side})"
-
-
-def _say_slice(entry: Mapping[str, Any]) -> str:
-    margin = f"margin {100 * entry['margin']:.3f} %"
-    where = f"slice {entry['name']} ({entry['form']}, {entry['class']})"
-    verdict = (
-        "worse than the baseline" if entry["verdict"] in (ACCEPT, "WARN") else entry["verdict"]
-    )
-    low, high = 100 * entry["lower"], 100 * entry["upper"]
-    return f"{where} {verdict}: NE [{low:+.3f} %, {high:+.3f} %], {margin}"
-
-
-def _say_spikes(entry: Mapping[str, Any]) -> str:
-    return (
-        f"{entry['counter']}: {entry['candidate']} in the candidate, {entry['baseline']} in the "
-        f"baseline over equal steps (p = {entry['p_value']:.2g})"
+def _prediction_differences(
+    promise: Promise, pairs: Sequence[tuple[Run, Run]]
+) -> dict[str, dict[str, float | None]]:
+    if not all(run["evaluations"] for pair in pairs for run in pair):
+        return {}
+    return prediction_differences(
+        {
+            name: [(b["evaluations"][name], c["evaluations"][name]) for b, c in pairs]
+            for name in promise.evaluations
+        }
     )
 
 

@@ -21,6 +21,8 @@ from .errors import DataError
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+SAMPLED_ROWS = 1000
+
 
 def evaluate(
     logits: ArrayLike,
@@ -62,6 +64,7 @@ def evaluate(
     grouped = None if group_ids is None else _Gauc(z, w * y, w * (1.0 - y), group_ids)
     totals = {key: float(values.sum()) for key, values in sums.items()}
     result["predictions_finite"] = True
+    result["prediction_sample"] = sampled_predictions(z)
     result["metrics"] = {
         "ne": normalized_entropy(totals["loss"], weight=totals["weight"], label=totals["label"]),
         "logloss": totals["loss"] / totals["weight"],
@@ -77,6 +80,27 @@ def evaluate(
     for name, mask in masks.items():
         result["slices"][name] = _slice_entry(sums, mask, ids=ids, labels=y, counted=counted)
     return result
+
+
+def sampled_predictions(logits: Floats) -> list[float]:
+    """The probabilities of at most 1,000 evenly spread rows, the same rows for every model [N]."""
+    rows = np.linspace(0, len(logits) - 1, min(SAMPLED_ROWS, len(logits))).round().astype(np.int64)
+    sample: list[float] = expit(logits[rows]).tolist()
+    return sample
+
+
+def recalibrated(logits: NDArray[Any], rate: float) -> NDArray[Any]:
+    """Logits [N] of a model that trained on a share `rate` of the negatives, for all of them.
+
+    Adds log c to each logit, which turns p into p / (p + (1 - p) / c) (He et al. 2014, section
+    6.3); float64, or the logits themselves when `rate` is 1. Raises DataError outside (0, 1].
+    """
+    if not 0.0 < rate <= 1.0:
+        raise DataError(
+            f"negative sampling rate {rate!r}; allowed: the share of the negatives that training "
+            "kept, above 0, at most 1"
+        )
+    return logits if rate == 1.0 else np.asarray(logits, np.float64) + math.log(rate)
 
 
 def normalized_entropy(loss: float, *, weight: float, label: float) -> float:
@@ -121,8 +145,8 @@ class _Gauc:
     """Impression-weighted mean of the AUC of every group that has both classes."""
 
     def __init__(self, scores: Floats, positive: Floats, negative: Floats, groups: Ints) -> None:
-        _, dense = np.unique(groups, return_inverse=True)
-        order = np.lexsort((scores, dense))
+        dense = groups if _is_dense(groups) else np.unique(groups, return_inverse=True)[1]
+        order = _sorted_within(dense, scores)
         self._order, self._group = order, dense[order]
         score, pos, neg = scores[order], positive[order], negative[order]
         self._starts = np.flatnonzero(np.diff(self._group, prepend=-1))
@@ -158,6 +182,21 @@ class _Gauc:
         return values
 
 
+def _sorted_within(groups: Ints, scores: Floats) -> Ints:
+    """What np.lexsort((scores, groups)) gives, with one slow sort in place of two.
+
+    A row's place among all scores makes every key different, so plain sorting of int64 keeps ties
+    in order; a key stays below 2^63 up to 3 billion rows.
+    """
+    by_score = np.argsort(scores, kind="stable")
+    place = np.empty(len(scores), np.int64)
+    place[by_score] = np.arange(len(scores))
+    place += groups * len(scores)
+    place.sort()
+    order: Ints = by_score[place % len(scores)]
+    return order
+
+
 def _example_sums(z: Floats, y: Floats, w: Floats) -> dict[str, Floats] | None:
     """The additive quantities of every example, or None when they cannot be computed from these
     logits.
@@ -190,17 +229,20 @@ def _slice_entry(
     labels: Floats,
     counted: NDArray[np.bool_],
 ) -> dict[str, Any]:
-    inside = mask & counted
+    rows = np.flatnonzero(mask)
+    inside, positive = counted[rows], labels[rows] > 0.5
+    taken = {key: values[rows] for key, values in sums.items()}
     clusterings: dict[str, Any] = {}
     for name, cluster in ids.items():
-        size = _size(cluster)
-        entry: dict[str, Any] = {"clusters_hit": int(np.unique(cluster[inside]).size)}
-        for key, values in sums.items():
-            entry[key] = np.bincount(cluster[mask], values[mask], minlength=size).tolist()
+        size, of_rows = _size(cluster), cluster[rows]
+        hit = np.bincount(of_rows[inside], minlength=size)
+        entry: dict[str, Any] = {"clusters_hit": int(np.count_nonzero(hit))}
+        for key, values in taken.items():
+            entry[key] = np.bincount(of_rows, values, minlength=size).tolist()
         clusterings[name] = entry
     return {
-        "positives": float(np.count_nonzero(inside & (labels > 0.5))),
-        "negatives": float(np.count_nonzero(inside & (labels <= 0.5))),
+        "positives": float(np.count_nonzero(inside & positive)),
+        "negatives": float(np.count_nonzero(inside & ~positive)),
         "clusterings": clusterings,
     }
 
@@ -261,8 +303,8 @@ def _checked_clusters(clusters: Mapping[str, ArrayLike], rows: int) -> dict[str,
     checked = {}
     for name, values in clusters.items():
         ids = _ids(f"clusters[{name!r}]", values, rows)
-        distinct = int(np.unique(ids).size)
-        if int(ids.min()) < 0 or int(ids.max()) + 1 != distinct:
+        if not _is_dense(ids):
+            distinct = int(np.unique(ids).size)
             raise DataError(
                 f"clusters[{name!r}]: ids run from {ids.min()} to {ids.max()} with {distinct} "
                 "distinct values; "
@@ -270,6 +312,12 @@ def _checked_clusters(clusters: Mapping[str, ArrayLike], rows: int) -> dict[str,
             )
         checked[name] = ids
     return checked
+
+
+def _is_dense(ids: Ints) -> bool:
+    """Whether the ids are 0 .. U-1, each of them present."""
+    low, high = int(ids.min()), int(ids.max())
+    return low == 0 and high < len(ids) and bool(np.bincount(ids).all())
 
 
 def _ids(name: str, values: ArrayLike, rows: int) -> Ints:

@@ -11,14 +11,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import ExperimentError, RecordError
+from .records import content_hash
 from .verdict import look_alpha, resolve_margins
 
 Run = Mapping[str, Any]
 Table = dict[str, dict[int, Run]]
 
 ARMS = ("baseline", "candidate", "null", "known_bad")
+# What the verdict depends on beside the runs: whoever edits one of these makes another promise.
+_PROMISED = (
+    "experiment_hash",
+    "margins",
+    "looks",
+    "alpha",
+    "seeds",
+    "controls",
+    "slices",
+    "speed",
+    "acceptance",
+)
 # As trained, and the same weights served unquantized: both must pass.
-FORMS = ("trained", "bf16")
+DEFAULT_EVALUATIONS = ("trained", "bf16")
 
 _RUN_KEYS = (
     "arm",
@@ -59,7 +72,19 @@ class Promise:
     speed_required: bool
     # The arms that were promised: a control can be switched off, at the price of every ACCEPT.
     arms: tuple[str, ...]
+    # Names of the evaluations that every run holds, `form` or `form:task`: each is co-primary.
+    evaluations: tuple[str, ...]
     recipe_hashes: Mapping[str, str]
+    hash: str
+
+
+def promise_hash(gate: Mapping[str, Any]) -> str:
+    """SHA-256 of what the verdict depends on in a gate dict.
+
+    Every run record carries it, so a promise that is edited after the first run no longer fits its
+    runs, even when gate.json is sealed anew.
+    """
+    return content_hash({key: gate.get(key) for key in _PROMISED})
 
 
 def read_promise(gate: Mapping[str, Any]) -> Promise:
@@ -104,6 +129,8 @@ def read_promise(gate: Mapping[str, Any]) -> Promise:
         protected_factor=factor,
         speed_required=speed,
         arms=_promised_arms(gate),
+        evaluations=_promised_evaluations(gate),
+        hash=promise_hash(gate),
         recipe_hashes=dict(gate.get("recipe_hashes") or {}),
     )
 
@@ -115,6 +142,24 @@ def _promised_arms(gate: Mapping[str, Any]) -> tuple[str, ...]:
         "known_bad": controls.get("known_bad_margins", 1.0) == 0,
     }
     return tuple(arm for arm in ARMS if not off.get(arm, False))
+
+
+def _promised_evaluations(gate: Mapping[str, Any]) -> tuple[str, ...]:
+    names = gate.get("evaluations", DEFAULT_EVALUATIONS)
+    listed = isinstance(names, (list, tuple)) and bool(names)
+    if not listed or not all(isinstance(one, str) and _is_evaluation(one) for one in names):
+        raise ExperimentError(
+            f"gate: evaluations is {names!r}; it must list names such as 'trained' or "
+            "'trained:click' (form, or form:task; no '/')"
+        )
+    if len(set(names)) != len(names):
+        raise ExperimentError(f"gate: evaluations {list(names)} names one of them twice")
+    return tuple(names)
+
+
+def _is_evaluation(name: str) -> bool:
+    form, colon, task = name.partition(":")
+    return bool(form) and "/" not in name and name.isprintable() and bool(task) == bool(colon)
 
 
 def _integers(key: str, values: Any) -> tuple[int, ...]:
@@ -203,25 +248,32 @@ def _check_run(promise: Promise, run: Run) -> None:
         raise RecordError(
             f"{name(run)}: this gate promised no such arm; its arms: {', '.join(promise.arms)}"
         )
+    if run.get("promise_hash", promise.hash) != promise.hash:
+        raise RecordError(
+            f"{name(run)}: it was made under another promise than gate.json now holds (margins, "
+            "looks, seeds, controls, slices or speed were edited after it ran); restore gate.json, "
+            "or give the new promise a folder and runs of its own"
+        )
     if run["seed"] not in promise.seeds:
         raise RecordError(
             f"{name(run)}: this gate promised the seeds {list(promise.seeds)} and no others"
         )
     if run["training"]["crashed"] is None:
-        _check_complete(run)
+        _check_complete(promise, run)
 
 
-def _check_complete(run: Run) -> None:
-    forms = list(run["pairing"]["evaluation_forms"])
-    if sorted(forms) != sorted(FORMS) or sorted(run["evaluations"]) != sorted(FORMS):
+def _check_complete(promise: Promise, run: Run) -> None:
+    forms, needed = list(run["pairing"]["evaluation_forms"]), sorted(promise.evaluations)
+    if sorted(forms) != needed or sorted(run["evaluations"]) != needed:
         raise RecordError(
             f"{name(run)}: evaluated as {forms}, with records of {sorted(run['evaluations'])}; "
-            f"both {' and '.join(FORMS)} are needed"
+            f"the gate promised {', '.join(promise.evaluations)}"
         )
     steps = run["pairing"]["steps"]
     for key in ("loss", "grad_norm"):
         recorded = len(run["training"][key])
-        if recorded != steps:
+        absent = recorded == 0 and key in run["training"].get("not_recorded", ())
+        if recorded != steps and not absent:
             raise RecordError(
                 f"{name(run)}: {recorded} values of {key} for {steps} steps; a run that ended "
                 "early must say so"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
@@ -12,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from .blocks import Figure
+from .blocks import Figure, plain
 from .page import embed
 
 Run = Mapping[str, Any]
@@ -53,6 +54,9 @@ _STYLE: Final[dict[Any, Any]] = {
     "lines.linewidth": 1.6,
 }
 _BLOCKS: Final = 60
+_LARGEST: Final = 1e30
+# Of more tasks than this only the NE is drawn, of more than the second none: the table holds all.
+_TASKS: Final = (2, 12)
 _UNITS: Final = {"ne": (100.0, "%"), "calibration": (100.0, "%")}
 _NAMES: Final = {
     "ne": "Relative NE",
@@ -68,7 +72,8 @@ def available() -> bool:
 
 
 @contextmanager
-def _axes(sink: list[Figure], title: str, note: str, *, height: float = 2.5) -> Iterator[Any]:
+def figure_axes(sink: list[Figure], title: str, note: str, *, height: float = 2.5) -> Iterator[Any]:
+    """Axes to draw on; the figure is appended to `sink` as SVG when the block ends."""
     import matplotlib
     from matplotlib import figure
 
@@ -77,9 +82,13 @@ def _axes(sink: list[Figure], title: str, note: str, *, height: float = 2.5) -> 
         canvas.patch.set_alpha(0.0)
         yield canvas.add_subplot()
         stream = io.StringIO()
-        canvas.savefig(stream, format="svg", metadata={"Date": None})
-    # The same letters on every run: a report of the same records is the same file.
-    prefix = re.sub(r"[^a-z0-9]+", "-", title.lower()) + "-"
+        with warnings.catch_warnings():
+            # The page's own fonts draw the text: a glyph that matplotlib's lack is no loss.
+            warnings.filterwarnings("ignore", message="Glyph .* missing from")
+            canvas.savefig(stream, format="svg", metadata={"Date": None})
+    # The same letters on every run: a report of the same records is the same file. The number
+    # tells titles apart that differ in other signs alone.
+    prefix = re.sub(r"[^a-z0-9]+", "-", title[:60].lower()) + f"-{len(sink)}-"
     sink.append(Figure(title, embed(stream.getvalue(), prefix=prefix, colours=_THEME), note))
 
 
@@ -91,7 +100,9 @@ def training(runs: Sequence[Run]) -> list[Figure]:
         return figures
     note = "Bold: mean over the seeds; thin: each seed. Smoothed over blocks of steps."
     for key, title in (("loss", "Training loss"), ("grad_norm", "Gradient norm")):
-        with _axes(figures, title, note) as axes:
+        if not all(run["training"][key] for of_arm in arms.values() for run in of_arm.values()):
+            continue
+        with figure_axes(figures, title, note) as axes:
             for arm, colour in (("baseline", BASE), ("candidate", CAND)):
                 curves = {seed: _smooth(run["training"][key]) for seed, run in arms[arm].items()}
                 _curves(axes, list(curves.values()), colour=colour, label=arm)
@@ -101,7 +112,7 @@ def training(runs: Sequence[Run]) -> list[Figure]:
         "Candidate over baseline of the same seed, less one. Above zero the candidate learns "
         "slower; shown, not gated."
     )
-    with _axes(figures, "Loss gap, paired", note) as axes:
+    with figure_axes(figures, "Loss gap, paired", note) as axes:
         gaps = [
             _gap(arms["baseline"][seed], run)
             for seed, run in arms["candidate"].items()
@@ -121,6 +132,8 @@ def _by_seed(runs: Sequence[Run], arm: str) -> dict[int, Run]:
 def _smooth(values: Sequence[float | None]) -> tuple[Floats, Floats]:
     """Centres of at most 60 blocks of steps, and the means of their finite values (else NaN)."""
     raw = np.array([np.nan if value is None else value for value in values], np.float64)
+    # Beyond this the axis, not the curve, would overflow.
+    raw = np.clip(raw, -_LARGEST, _LARGEST)
     parts = np.array_split(np.arange(raw.size), min(_BLOCKS, raw.size))
     means = [_finite_mean(raw[part]) for part in parts]
     return np.array([part.mean() for part in parts]), np.array(means)
@@ -135,7 +148,9 @@ def _gap(baseline: Run, candidate: Run) -> tuple[Floats, Floats]:
     ours, theirs = candidate["training"]["loss"], baseline["training"]["loss"]
     steps = min(len(ours), len(theirs))
     at, mean = _smooth(ours[:steps])
-    return at, 100 * (mean / _smooth(theirs[:steps])[1] - 1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        gap = 100 * (mean / _smooth(theirs[:steps])[1] - 1)
+    return at, np.clip(gap, -_LARGEST, _LARGEST)
 
 
 def _curves(axes: Any, curves: Sequence[tuple[Floats, Floats]], *, colour: str, label: str) -> None:
@@ -153,23 +168,43 @@ def _last(curves: Sequence[tuple[Floats, Floats]]) -> float:
 
 
 def per_seed(verdict: Mapping[str, Any]) -> list[Figure]:
-    """One plot a metric: candidate and null control in every seed, against the margin."""
+    """One plot a metric and task: candidate and null control in every seed, against the margin.
+
+    The first form alone is drawn: the others hold the same seeds.
+    """
     figures: list[Figure] = []
     null = verdict["controls"]["null"].get("metrics") or {}
-    for metric, name in _NAMES.items():
-        entry = verdict["metrics"].get(f"trained/{metric}")
-        if entry is None:
-            continue
-        scale, unit = _UNITS.get(metric, (1e4, "1e-4"))
-        up = "Up predicts more; both sides count." if metric == "calibration" else "Worse is up."
-        note = f"{up} Dots: one seed each; at the right the mean with its interval."
-        with _axes(figures, f"{name} by seed", note) as axes:
-            _seed_dots(axes, entry, null.get(f"trained/{metric}"), scale=scale)
-            axes.set_xticks(range(len(verdict["seeds"])), [f"{seed}" for seed in verdict["seeds"]])
-            axes.set_xlabel("seed")
-            axes.set_ylabel(unit)
-            axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.16), ncols=3, handlelength=1.2)
+    names = list(dict.fromkeys(key.rpartition("/")[0] for key in verdict["metrics"]))
+    first = names[0].partition(":")[0] if names else ""
+    drawn = [name for name in names if name.partition(":")[0] == first][: _TASKS[1]]
+    metrics = _NAMES if len(drawn) <= _TASKS[0] else {"ne": _NAMES["ne"]}
+    for name in drawn:
+        task = name.partition(":")[2]
+        for metric, title in metrics.items():
+            entry = verdict["metrics"].get(f"{name}/{metric}")
+            if entry is None:
+                continue
+            scale, unit = _UNITS.get(metric, (1e4, "1e-4"))
+            up = (
+                "Up predicts more; both sides count." if metric == "calibration" else "Worse is up."
+            )
+            note = f"{up} Dots: one seed each; at the right the mean with its interval."
+            title = f"{title} by seed{f', {task}' if task else ''}"
+            with figure_axes(figures, title, note) as axes:
+                _seed_dots(axes, entry, null.get(f"{name}/{metric}"), scale=scale)
+                seeds = [_label(str(seed)) for seed in verdict["seeds"]]
+                axes.set_xticks(range(len(seeds)), seeds)
+                axes.set_xlabel("seed")
+                axes.set_ylabel(unit)
+                axes.legend(
+                    loc="upper center", bbox_to_anchor=(0.5, 1.16), ncols=3, handlelength=1.2
+                )
     return figures
+
+
+def _label(text: str) -> str:
+    """A name as a tick: short, and without the signs that matplotlib takes for a formula."""
+    return plain(text, longest=28).replace("\\", "/").replace("$", r"\$")
 
 
 def _seed_dots(
@@ -212,7 +247,7 @@ def noise(verdict: Mapping[str, Any]) -> list[Figure]:
         "Standard deviations over seeds, in margins. Pairing removes what separates the first from "
         "the others; a candidate at the null control's level differs from BF16 by rounding alone."
     )
-    with _axes(figures, "Noise floor", note, height=1.2 + 0.28 * len(floor)) as axes:
+    with figure_axes(figures, "Noise floor", note, height=1.2 + 0.28 * len(floor)) as axes:
         rows = {key: len(floor) - index for index, key in enumerate(floor)}
         for kind, label, colour in (
             ("seed_sd", "BF16 seeds, unpaired", BASE),
@@ -224,7 +259,7 @@ def noise(verdict: Mapping[str, Any]) -> list[Figure]:
             axes.plot(at, [rows[key] for key in shown], **_dots(colour), label=label)
         axes.axvline(1, color=BAD, linestyle="--", label="margin")
         axes.set_xscale("log")
-        axes.set_yticks(list(rows.values()), list(rows))
+        axes.set_yticks(list(rows.values()), [_label(key) for key in rows])
         axes.set_ylim(0.4, len(floor) + 0.6)
         axes.set_xlabel("sd / margin")
         axes.legend(loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=2, handlelength=1.2)

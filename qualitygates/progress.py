@@ -70,11 +70,20 @@ class Progress:
             self.bars.advance(task)
             self.bars.advance(self.total)
 
+    def note(self, text: str) -> None:
+        """Say something that a user who waits should know."""
+        if self.enabled:
+            self.console.print(text, markup=False, highlight=False)
+
     def finished(self, arm: str, seed: int) -> None:
         """Say that a run is on disk."""
         self.done += 1
+        counted = 0.0
         if (task := self.tasks.pop((arm, seed), None)) is not None:
+            counted = self.bars.tasks[self.bars.task_ids.index(task)].completed
             self.bars.remove_task(task)
+        # Runs elsewhere do not count their steps here.
+        self.bars.advance(self.total, self.steps - counted)
         if self.enabled and not self.console.is_terminal:
             elapsed = time.monotonic() - self.started
             print(

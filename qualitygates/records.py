@@ -21,6 +21,8 @@ Record = dict[str, Any]
 
 _REQUIRED: Final[dict[str, tuple[str, ...]]] = {
     "run": ("arm", "seed", "key", "inputs", "pairing", "training", "evaluations"),
+    "acceptance": ("gate_hash", "verdict_hash", "margins", "versions", "expiry", "created"),
+    "speed": ("machine", "inputs", "products", "quantized_layers", "measurements"),
     "gate": ("experiment", "experiment_hash", "margins", "looks", "alpha", "seeds", "speed"),
 }
 # What two writings of the same promise may differ in.
@@ -41,9 +43,13 @@ def canonical_json(value: Any) -> str:
 
     Raises RecordError for NaN, Inf and whatever else JSON cannot carry.
     """
+    return _sorted_json(_plain(value))
+
+
+def _plain(value: Any) -> Any:
+    # Before sorting, because keys that are numbers sort otherwise once they have become text.
     try:
-        # Twice, because keys that are numbers sort otherwise once they have become text.
-        return _sorted_json(json.loads(json.dumps(value, allow_nan=False)))
+        return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise RecordError(f"not plain JSON data: {error}") from error
 
@@ -63,8 +69,8 @@ def _sha256(text: str) -> str:
 
 def seal(record: Mapping[str, Any]) -> Record:
     """The record as plain JSON data with "checksum", the hash of everything else in it."""
-    text = canonical_json({k: v for k, v in record.items() if k != "checksum"})
-    return {**json.loads(text), "checksum": _sha256(text)}
+    plain: Record = _plain({k: v for k, v in record.items() if k != "checksum"})
+    return {**plain, "checksum": _sha256(_sorted_json(plain))}
 
 
 def write_json_atomic(path: Path, value: Any, *, indent: int | None = None) -> None:
@@ -172,7 +178,8 @@ class RunStore:
         if fault:
             raise RecordError(f"run record not written: {fault}")
         path = self.path(sealed["arm"], sealed["seed"], sealed["key"])
-        write_json_atomic(path, sealed)
+        # Sealed, so already plain: a record of many clusters is written in half the time.
+        write_text_atomic(path, _sorted_json(sealed) + "\n")
         return path
 
     def load_all(self, *, quarantine: bool = True) -> tuple[list[Record], list[Damage]]:
@@ -286,6 +293,17 @@ def load_evidence(paths: Sequence[str | Path]) -> tuple[Record, list[Record]]:
         raise RecordError(f"runs of {len(stores)} gates; a verdict needs the runs of exactly one")
     (store,) = stores.values()
     return store.read_gate(), _distinct(records)
+
+
+def load_speed(paths: Sequence[str | Path]) -> Record | None:
+    """The speed record of the gate that `load_evidence` takes these paths for, or None."""
+    return read_speed(_gate_folder(Path(paths[0])))
+
+
+def read_speed(folder: str | Path) -> Record | None:
+    """The timings in a gate folder, None when it has none; RecordError when they are damaged."""
+    path = Path(folder) / "speed.json"
+    return read_record(path, kind="speed") if path.exists() else None
 
 
 def _gate_folder(path: Path) -> Path:

@@ -7,12 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from . import plots
-from .appendix import appendix
+from .acceptance import settle
+from .appendix import appendix, products
 from .blocks import Section, Text, to_markdown
 from .page import to_html
+from .quality_sections import evidence, slices_section
 from .records import write_json_atomic, write_text_atomic
-from .sections import compared, evidence, headline, training, what_ran
-from .wording import MEANING
+from .sections import compared, headline
+from .shapes import check_gate, check_run
+from .speed.sections import speed_section
+from .training_sections import controls_section, numerics, training
+from .usage_sections import acceptance_section, accepted
+from .wording import MEANING, table_of
 
 Run = Mapping[str, Any]
 
@@ -26,14 +32,22 @@ def write_report(
 ) -> Path:
     """Write verdict.json, report.md and report.html, each whole or not at all; returns the page.
 
-    Raises RecordError when the folder cannot be written.
+    acceptance.json comes first, written or removed as the verdict says: no verdict ever stands
+    beside an acceptance that it contradicts. Raises RecordError when the folder cannot be written,
+    or a record holds what no record of this program holds.
     """
     folder = Path(folder)
+    check_gate(gate)
+    for run in runs:
+        check_run(run)
     title, sections = build(gate, runs, verdict=verdict)
+    # All is made before anything is written: what cannot be shown changes nothing on disk.
+    text, html = to_markdown(title, sections), to_html(title, verdict["verdict"], sections)
+    settle(folder, gate, runs, verdict=verdict)
     write_json_atomic(folder / "verdict.json", verdict, indent=2)
-    write_text_atomic(folder / "report.md", to_markdown(title, sections))
+    write_text_atomic(folder / "report.md", text)
     page = folder / "report.html"
-    write_text_atomic(page, to_html(title, verdict["verdict"], sections))
+    write_text_atomic(page, html)
     return page
 
 
@@ -41,19 +55,25 @@ def build(
     gate: Mapping[str, Any], runs: Sequence[Run], *, verdict: Mapping[str, Any]
 ) -> tuple[str, list[Section]]:
     """The title and the sections of the report, in reading order."""
-    experiment = gate["experiment"]
     drawn = plots.available()
+    covered = accepted(gate, runs, verdict=verdict)
+    shown = evidence(verdict, plots.per_seed(verdict) if drawn else [])
+    if not drawn:
+        shown = Section(shown.title, [*shown.blocks, Text(plots.MISSING, "warn")])
     sections = [
-        headline(gate, verdict),
-        evidence(verdict, plots.per_seed(verdict) if drawn else []),
-        compared(gate, verdict),
+        headline(gate, verdict, covered),
+        shown,
+        *([slices_section(verdict["slices"])] if verdict["slices"] else []),
         training(runs, verdict, plots.training(runs) if drawn else []),
-        *what_ran(gate, runs, verdict, plots.noise(verdict) if drawn else []),
+        numerics(verdict),
+        controls_section(gate, verdict, plots.noise(verdict) if drawn else []),
+        speed_section(verdict["speed"]),
+        products(runs),
+        acceptance_section(covered),
+        compared(gate, verdict),
         *appendix(gate, runs, verdict),
     ]
-    if not drawn:
-        sections[1] = Section(sections[1].title, [*sections[1].blocks, Text(plots.MISSING, "warn")])
-    return f"{experiment.get('name', 'gate')}: quality gate", sections
+    return f"{table_of(gate, 'experiment').get('name', 'gate')}: quality gate", sections
 
 
 def summary(verdict: Mapping[str, Any]) -> str:

@@ -7,10 +7,11 @@ and dropout whatever else differs between them (common random numbers).
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import platform
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
@@ -19,28 +20,29 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import nn
-from torch.nn import functional
 
 import lowprec
 
+from .counting import Counters
 from .errors import DataError, GateError
+from .evaluating import Examples, OrderHash, evaluation_names, hash_tensors, mean_task_loss
 from .experiment import Experiment
-from .faults import known_bad_noise, noisy, perturb_one_ulp
-from .metrics import evaluate
+from .faults import known_bad_noise, perturb_one_ulp
+from .own_loop import LoopReport, drive
+from .pairing import promise_hash
 from .records import content_hash
-from .workload import Batch, Workload
+from .running.places import Place
+from .seeding import stream_seed
+from .workload import Workload
 
-EVALUATION_FORMS: Final = ("trained", "bf16")
-EVALUATION_BATCH: Final = 8192
 Record = dict[str, Any]
-
-
-def stream_seed(seed: int, stream: str) -> int:
-    """A 63-bit seed for one named random stream of one run."""
-    digest = hashlib.sha256(f"{seed}:{stream}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
+_ALONE: Final = Place()
+# Sources beside the workloads and lowprec that a run record depends on.
+_SOURCES: Final = (
+    *("runs.py", "counting.py", "evaluating.py", "faults.py", "grouping.py"),
+    *("metrics.py", "seeding.py"),
+    *("noise.py", "workload.py", "running/places.py", "own_loop.py"),
+)
 
 
 @cache
@@ -52,7 +54,8 @@ def code_hash() -> str:
     assert spec.origin is not None
     package = Path(spec.origin).parent
     files = sorted(package.rglob("*.py")) + sorted((here / "workloads").glob("*.py"))
-    files += [here / name for name in ("runs.py", "faults.py", "metrics.py", "workload.py")]
+    files += sorted((here / "integrations").glob("*.py"))
+    files += [here / name for name in _SOURCES]
     digest = hashlib.sha256()
     for file in files:
         digest.update(file.name.encode() + file.read_bytes())
@@ -78,6 +81,9 @@ def run_inputs(experiment: Experiment, arm: str, seed: int) -> Record:
         "options": dict(experiment.options),
         "steps": experiment.steps,
         "batch_size": experiment.batch_size,
+        "processes": experiment.processes,
+        "device": experiment.device,
+        "negative_sampling_rate": experiment.negative_sampling_rate,
         "recipe": recipe.to_toml(),
         "recipe_hash": recipe.hash,
         "arm": arm,
@@ -101,22 +107,30 @@ def execute(
     *,
     workload: Workload,
     tick: Callable[[], None],
+    place: Place = _ALONE,
 ) -> list[Record]:
     """Train one run and return its record; a baseline run also returns the known-bad control.
+
+    Of the processes that share a run only rank 0 evaluates; another one returns nothing, or the
+    record of its crash.
 
     The control is the baseline's own model served with noisy logits, so it costs no training.
     One workload may serve many runs. `tick` is called after each step. An error of the model or of
     the arithmetic becomes a record that says so (a crashed run is a failure, never missing data);
     errors about the user's input (GateError, LowprecError) are raised.
     """
-    run = _Run(experiment, arm, seed, workload)
+    run = _Run(experiment, arm, seed, workload, place)
     try:
-        run.train(tick)
-        run.evaluate()
+        with run.counters:
+            run.train(run.counters.then(tick))
+        if place.rank == 0:
+            run.evaluate()
     except (GateError, lowprec.LowprecError, OSError, MemoryError):
         raise
     except Exception as error:
         run.crashed = f"{type(error).__name__}: {error}"
+    if place.rank > 0 and run.crashed is None:
+        return []
     records = [run.record()]
     if arm == "baseline" and experiment.known_bad_margins > 0:
         records.append(run.known_bad_record())
@@ -129,6 +143,7 @@ class _Run:
     arm: str
     seed: int
     workload: Workload
+    place: Place
     crashed: str | None = None
     loss: list[float | None] = field(default_factory=list)
     grad_norm: list[float | None] = field(default_factory=list)
@@ -138,38 +153,80 @@ class _Run:
     gemms: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.place.check(self.experiment.processes, self.experiment.device)
         self.inputs = run_inputs(self.experiment, self.arm, self.seed)
-        self.order = _OrderHash()
+        self.order = OrderHash()
         torch.manual_seed(stream_seed(self.seed, "init"))
         self.model = self.workload.model()
-        self.init_hash = _hash_tensors(self.model.state_dict().values())
+        self.init_hash = hash_tensors(self.model.state_dict().values())
         if self.inputs["faults"].get("init_ulp"):
             perturb_one_ulp(self.model, seed=stream_seed(self.seed, "perturb"))
         self.recipe = _recipe(self.experiment, self.arm)
         self.plan = lowprec.plan(self.model, self.recipe, steps=self.experiment.steps)
-        lowprec.apply(self.model, self.plan)
+        self.fingerprint = lowprec.fingerprint(self.model)
+        lowprec.apply(self.model.to(self.place.device), self.plan)
+        self.counters = Counters(self.model, steps=self.experiment.steps, rank=self.place.rank)
 
     def train(self, tick: Callable[[], None]) -> None:
         """Run all steps; a non-finite value is recorded and training goes on to the last step."""
         started = time.perf_counter()
         steps = self.experiment.steps
-        torch.manual_seed(stream_seed(self.seed, "dropout"))
+        if callable(getattr(self.workload, "train", None)):
+            self._own_loop(tick)
+        else:
+            self._built_in_loop(tick)
+        if not all(bool(p.isfinite().all()) for p in self.model.parameters()):
+            self.nonfinite.append({"step": steps - 1, "where": "weights"})
+        self.gemms = lowprec.observe(self.model).gemms
+        if self.place.processes > 1:
+            ended = content_hash([self.gemms, hash_tensors(self.model.parameters())])
+            self.place.check_same(ended, "weights and products after the last step")
+        self.seconds["train_s"] = time.perf_counter() - started
+
+    def _own_loop(self, tick: Callable[[], None]) -> None:
+        """Training by the loop that the workload brings along, in one process."""
+        if self.place.processes > 1:
+            raise DataError(
+                f"workload {self.experiment.workload}: its own training loop runs in one process; "
+                f"[train] processes = {self.place.processes} needs the gate's loop"
+            )
+
+        def record(loss: float, norm: float) -> None:
+            step = len(self.loss)
+            self.loss.append(self._noted(loss, step, "loss"))
+            self.grad_norm.append(self._noted(norm, step, "grad"))
+            tick()
+
+        report = LoopReport(
+            self.model, steps=self.experiment.steps, order=self.order.note, record=record
+        )
+        train: Any = self.workload
+        seed = stream_seed(self.seed, "loop") >> 32
+        drive(train.train, self.model, report, seed=seed, batch_size=self.experiment.batch_size)
+
+    def _built_in_loop(self, tick: Callable[[], None]) -> None:
+        steps = self.experiment.steps
+        torch.manual_seed(stream_seed(self.seed, self.place.stream("dropout")))
         optimizer, scheduler = self.workload.optimizer(self.model, steps=steps)
         batches = self.workload.training_batches(
             seed=stream_seed(self.seed, "data"), steps=steps, batch_size=self.experiment.batch_size
         )
         self.model.train()
+        model = self.place.wrapped(self.model)
         for step, batch in enumerate(batches):
             self.order.add(batch)
-            lowprec.set_step(self.model, step)
+            lowprec.set_step(self.model, step, data_rank=self.place.rank)
             optimizer.zero_grad(set_to_none=True)
-            loss = _loss(self.model, batch, where=f"training step {step}")
-            loss.backward()
+            part = self.place.part(batch)
+            logits = model(part.features)
+            where = f"training step {step}"
+            loss = mean_task_loss(logits, part, where=where, whole=batch.weights)
+            self.place.objective(loss).backward()
             grads = [p.grad for p in self.model.parameters() if p.grad is not None]
             norm = torch.nn.utils.get_total_norm(grads)
             optimizer.step()
             scheduler.step()
-            self.loss.append(self._noted(loss.item(), step, "loss"))
+            self.loss.append(self._noted(self.place.total(loss), step, "loss"))
             self.grad_norm.append(self._noted(norm.item(), step, "grad"))
             tick()
         if len(self.loss) != steps:
@@ -177,10 +234,6 @@ class _Run:
                 f"workload {self.experiment.workload}: gave {len(self.loss)} training batches, "
                 f"the experiment asks for {steps}"
             )
-        if not all(bool(p.isfinite().all()) for p in self.model.parameters()):
-            self.nonfinite.append({"step": steps - 1, "where": "weights"})
-        self.gemms = lowprec.observe(self.model).gemms
-        self.seconds["train_s"] = time.perf_counter() - started
 
     def _noted(self, value: float, step: int, where: str) -> float | None:
         if math.isfinite(value):
@@ -191,23 +244,30 @@ class _Run:
     def evaluate(self) -> None:
         """Evaluate as trained, then the same weights served in BF16."""
         started = time.perf_counter()
-        self.examples = {"trained": _Examples.of(self.model, self.workload)}
+        self.examples = {"trained": self._predict()}
         if self.recipe.quantizes:
             lowprec.restore(self.model)
             lowprec.apply(self.model, lowprec.plan(self.model, lowprec.load_recipe("bf16")))
-            self.examples["bf16"] = _Examples.of(self.model, self.workload)
+            self.examples["bf16"] = self._predict()
         else:
             self.examples["bf16"] = self.examples["trained"]
-        self.evaluations = self._evaluations(self.inputs["faults"].get("logit_noise", 0.0))
+        noise = self.inputs["faults"].get("logit_noise", 0.0)
+        self.evaluations = self._evaluations(
+            {task.name: noise for task in self.examples["trained"].tasks}
+        )
         if not all(one["predictions_finite"] for one in self.evaluations.values()):
             self.nonfinite.append({"step": self.experiment.steps - 1, "where": "predictions"})
         self.seconds["evaluate_s"] = time.perf_counter() - started
 
-    def _evaluations(self, noise: float) -> dict[str, Any]:
-        seed = stream_seed(self.seed, "fault")
+    def _predict(self) -> Examples:
+        rate = self.experiment.negative_sampling_rate
+        return Examples.of(self.model, self.workload, sampling_rate=rate)
+
+    def _evaluations(self, noise: Mapping[str, float]) -> dict[str, Any]:
         return {
-            form: examples.measure(noisy(examples.logits, noise, seed=seed))
+            name: one
             for form, examples in self.examples.items()
+            for name, one in examples.measure(form, noise, seed=self.seed).items()
         }
 
     def record(self) -> Record:
@@ -229,15 +289,17 @@ class _Run:
             "seed": self.seed,
             "key": content_hash(self.inputs),
             "inputs": self.inputs,
+            "promise_hash": promise_hash(self.experiment.promise(created="")),
             "pairing": {
                 "init_hash": self.init_hash,
                 **self.order.hashes(),
                 "evaluation_hash": examples.hash if examples else "",
                 "steps": self.experiment.steps,
-                "evaluation_forms": list(EVALUATION_FORMS),
+                "evaluation_forms": evaluation_names(self.workload),
             },
             "plan_hash": self.plan.hash,
             "recipe_hash": self.recipe.hash,
+            **self._accepted(),
             "plan_table": str(self.plan),
             "plan_layers": layers,
             "gemms": self.gemms,
@@ -247,11 +309,19 @@ class _Run:
                 "grad_norm": self.grad_norm,
                 "nonfinite": self.nonfinite,
                 "crashed": self.crashed,
+                "counters": self.counters.values,
             },
             "evaluations": self.evaluations,
             "timing": self.seconds,
-            "environment": environment(),
+            "environment": environment(self.place),
         }
+
+    def _accepted(self) -> Record:
+        """What an acceptance of the candidate covers: the whole plan as text, and the model."""
+        if self.arm != "candidate":
+            return {}
+        plan = json.dumps(json.loads(self.plan.to_json()), separators=(",", ":"))
+        return {"plan": plan, "model": self.fingerprint.to_data()}
 
     def known_bad_record(self) -> Record:
         """This run served with logit noise worth the promised number of NE margins."""
@@ -259,12 +329,12 @@ class _Run:
         record = self.record()
         training = dict(record["training"])
         if self.crashed is None:
-            examples = self.examples["trained"]
             harm = inputs["faults"]["logit_noise_for_relative_ne"]
-            noise = known_bad_noise(
-                examples.logits, examples.labels, examples.weights, relative_ne=harm
-            )
-            training["logit_noise"] = noise
+            noise = {
+                task.name: known_bad_noise(task.logits, task.labels, task.weights, relative_ne=harm)
+                for task in self.examples["trained"].tasks
+            }
+            training["logit_noise"] = noise.get("", noise)
             record["evaluations"] = self._evaluations(noise)
         key = content_hash(inputs)
         return {**record, "arm": "known_bad", "key": key, "inputs": inputs, "training": training}
@@ -294,102 +364,15 @@ def executed_as_planned(plan: lowprec.Plan, gemms: dict[str, Any], steps: int) -
     return True
 
 
-def environment() -> dict[str, Any]:
+def environment(place: Place) -> dict[str, Any]:
     """Versions and machine facts that a reader needs to repeat the run."""
     return {
+        "lowprec": lowprec.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": np.__version__,
         "machine": platform.machine(),
-        "device": "cpu",
+        "device": place.hardware(),
         "threads": torch.get_num_threads(),
+        "processes": place.processes,
     }
-
-
-def _loss(model: nn.Module, batch: Batch, *, where: str) -> torch.Tensor:
-    total = batch.weights.sum()
-    if not bool(total > 0):
-        raise DataError(f"{where}: all weights of the batch are zero; leave such rows out")
-    logits = model(batch.features)
-    losses = functional.binary_cross_entropy_with_logits(logits, batch.labels, reduction="none")
-    loss: torch.Tensor = (losses * batch.weights).sum() / total
-    return loss
-
-
-def _hash_tensors(tensors: Iterable[torch.Tensor]) -> str:
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-class _OrderHash:
-    """Hashes of what was trained on: all batches in order, the first and the last."""
-
-    def __init__(self) -> None:
-        self.all = hashlib.sha256()
-        self.first = self.last = ""
-
-    def add(self, batch: Batch) -> None:
-        one = _hash_tensors((batch.ids, batch.labels, batch.weights))
-        self.all.update(one.encode())
-        self.first, self.last = self.first or one, one
-
-    def hashes(self) -> dict[str, str]:
-        return {
-            "batches_hash": self.all.hexdigest(),
-            "first_batch_hash": self.first,
-            "last_batch_hash": self.last,
-        }
-
-
-@dataclass
-class _Examples:
-    """The evaluation set as one model sees it: float32 logits beside labels, weights, clusters."""
-
-    logits: NDArray[np.float32]
-    labels: NDArray[np.float32]
-    weights: NDArray[np.float32]
-    clusters: dict[str, NDArray[np.int64]]
-    groups: NDArray[np.int64] | None
-    slices: dict[str, NDArray[np.bool_]]
-    hash: str
-
-    @classmethod
-    def of(cls, model: nn.Module, workload: Workload) -> _Examples:
-        model.eval()
-        logits, batches = [], []
-        digest = hashlib.sha256()
-        with torch.no_grad():
-            for batch in workload.evaluation_batches(batch_size=EVALUATION_BATCH):
-                logits.append(model(batch.features).float().numpy())
-                digest.update(_hash_tensors((batch.ids, batch.labels, batch.weights)).encode())
-                kept = (batch.labels.numpy(), batch.weights.numpy(), batch.clusters, batch.groups)
-                batches.append((*kept, batch.slices))
-        if not batches:
-            raise DataError("the evaluation set is empty")
-        labels, weights, clusters, groups, slices = zip(*batches, strict=True)
-        return cls(
-            logits=np.concatenate(logits),
-            labels=np.concatenate(labels),
-            weights=np.concatenate(weights),
-            clusters={name: _dense([c[name] for c in clusters]) for name in clusters[0]},
-            groups=None if groups[0] is None else _dense(groups),
-            slices={name: np.concatenate([s[name] for s in slices]) for name in slices[0]},
-            hash=digest.hexdigest(),
-        )
-
-    def measure(self, logits: NDArray[np.floating[Any]]) -> dict[str, Any]:
-        return evaluate(
-            logits,
-            self.labels,
-            weights=self.weights,
-            clusters=self.clusters,
-            groups=self.groups,
-            slices=self.slices,
-        )
-
-
-def _dense(parts: Any) -> NDArray[np.int64]:
-    """Keys as ids 0 .. U-1 in sorted order, the same for every run on the same examples."""
-    return np.unique(np.concatenate(parts), return_inverse=True)[1].astype(np.int64)

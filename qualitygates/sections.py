@@ -1,227 +1,149 @@
-"""The sections of a report that argue: verdict, evidence, training, controls, slices."""
+"""The sections of a report that open it: the verdict and why, and what was compared."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
-from .appendix import products
-from .blocks import Block, Bullets, Cell, Facts, Figure, Figures, Fold, Section, Table, Text
-from .page import TONES, strip
-from .wording import ARMS, FORMS, MEANING, METRICS, amount, deviation, flatten
+from .blocks import Block, Bullets, Cell, Facts, Fold, Section, Table, Text
+from .page import TONES
+from .quality_sections import slice_groups, slices_in_short, tightest
+from .speed.sections import speed_in_short, speed_tone
+from .usage_sections import acceptance_in_short
+from .wording import (
+    MEANING,
+    METRICS,
+    amount,
+    evaluation_words,
+    flatten,
+    metric_words,
+    number,
+    table_of,
+)
 
-Run = Mapping[str, Any]
+_FEW: Final = 4
 
 
-def headline(gate: Mapping[str, Any], verdict: Mapping[str, Any]) -> Section:
-    """The verdict in plain words, its reasons, and what to do next."""
+def headline(
+    gate: Mapping[str, Any], verdict: Mapping[str, Any], accepted: Mapping[str, Any] | None
+) -> Section:
+    """The verdict and why in a sentence, what each part of the gate found, what to do next."""
     word = verdict["verdict"]
     meaning = MEANING[word]
-    blocks: list[Block] = [Text(meaning[0].upper() + meaning[1:], "lead")]
-    fault = gate["experiment"].get("candidate", {}).get("fault")
+    why, *others = [str(reason) for reason in verdict["reasons"]] or ["no reason is recorded"]
+    lead = f"{meaning[0].upper()}{meaning[1:]} Why: {_in_words(why, verdict)}."
+    blocks: list[Block] = [Text(lead, "lead")]
+    fault = table_of(gate["experiment"], "candidate").get("fault")
     if fault:
-        planted = ", ".join(f"{key} = {value:g}" for key, value in fault.items())
+        named = fault.items() if isinstance(fault, Mapping) else [("fault", fault)]
+        planted = ", ".join(f"{key} = {number(value)}" for key, value in named)
         text = f"The candidate carries a planted harm ({planted}): this gate tests the gate itself."
         blocks.append(Text(text, "warn"))
-    blocks.append(Bullets(verdict["reasons"]))
+    blocks.append(_glance(verdict, accepted))
+    # The table above says these two in full.
+    told = (verdict["stability"]["statement"], f"speed: {verdict['speed']['reason']}")
+    blocks += _listed([one for one in others if one not in told], "reason")
     if verdict["next_look"]:
         more = f"Next look: {verdict['next_look']} seeds. The same command goes on from here."
         blocks.append(Text(more, "warn"))
-    if verdict["advice"]:
-        blocks.append(Bullets([f"Advice: {text}" for text in verdict["advice"]]))
+    blocks += _listed([f"Advice: {text}" for text in verdict["advice"]], "piece of advice")
     return Section(f"Verdict: {word}", blocks)
 
 
-def evidence(verdict: Mapping[str, Any], figures: Sequence[Figure]) -> Section:
-    """Every co-primary metric: its interval against the margin, and the seeds one by one."""
-    level = f"{verdict['alpha']:g}" if "alpha" in verdict else "the promised level"
-    intro = (
-        "Positive is worse (calibration: predicts more, and both sides count). "
-        "ACCEPT needs every interval inside its shaded zone, in both forms of "
-        f"serving (one-sided level {level} at each look; variance between seeds plus variance of "
-        "the finite evaluation set)."
+def _in_words(reason: str, verdict: Mapping[str, Any]) -> str:
+    """A reason that begins with the key of a metric begins with its name."""
+    key, space, rest = reason.rstrip(".").partition(" ")
+    return (
+        f"{metric_words(key)}: {rest}" if space and key in verdict["metrics"] else f"{key} {rest}"
     )
-    if not verdict["metrics"]:
-        return Section("Quality against the margins", [Text("No metric could be judged.", "warn")])
-    blocks: list[Block] = [Text(intro)]
-    for form, how in FORMS.items():
-        entries = {
-            key: one for key, one in verdict["metrics"].items() if key.startswith(f"{form}/")
-        }
-        rows = [_metric_row(key, entry) for key, entry in entries.items()]
-        head = [how, "", "verdict", "estimate", "interval", "margin"]
-        blocks.append(Table(head, rows, "lllrrr"))
-    blocks += _information(verdict)
-    if figures:
-        blocks.append(Figures(figures))
-    blocks.append(Fold("How the intervals come about", [_variances(verdict)]))
-    return Section("Quality against the margins", blocks)
 
 
-def _metric_row(key: str, entry: Mapping[str, Any]) -> list[str | Cell]:
-    metric = key.partition("/")[2]
-    low, mid, high = (amount(metric, entry[part]) for part in ("lower", "estimate", "upper"))
-    margin = amount(metric, entry["margin"])
-    both = entry.get("two_sided")
-    return [
-        METRICS.get(metric, metric),
-        Cell("", drawing=strip(entry, label=f"{key}: {low} to {high}, margin {margin}")),
-        Cell(entry["verdict"], TONES[entry["verdict"]]),
-        mid,
-        f"{low} to {high}",
-        f"±{margin[1:]}" if both else margin,
-    ]
-
-
-def _information(verdict: Mapping[str, Any]) -> list[Block]:
-    share = verdict["metrics"].get("trained/ne", {}).get("relative_information")
-    if share is None:
+def _listed(items: Sequence[str], what: str) -> list[Block]:
+    """A list, of which a long one shows its first lines and the others on demand."""
+    if not items:
         return []
-    text = (
-        f"In terms of what the model has learned (1 - NE): {-100 * share:+.2f} % of the baseline's "
-        "information gain."
-    )
-    return [Text(text)]
+    few, more = items[:_FEW], items[_FEW:]
+    blocks: list[Block] = [Bullets(few)]
+    if more:
+        noun = (
+            what if len(more) == 1 else what.replace("piece", "pieces").replace("reason", "reasons")
+        )
+        blocks.append(Fold(f"{len(more)} more {noun}", [Bullets(more)]))
+    return blocks
 
 
-def _variances(verdict: Mapping[str, Any]) -> Table:
-    rows = [
-        [
-            key,
-            amount(key, entry["v_seed"] ** 0.5),
-            amount(key, entry["v_example"] ** 0.5),
-            f"{entry['dof']:.1f}",
-            str(entry["seeds"]),
-            f"{entry['clusters']} x {entry['clustering']}",
-        ]
-        for key, entry in verdict["metrics"].items()
+def _glance(verdict: Mapping[str, Any], accepted: Mapping[str, Any] | None) -> Table:
+    """One row a part of the gate: what it found, in a word and in a sentence."""
+    quality = verdict.get("quality", verdict["verdict"])
+    health, controls = verdict["stability"], verdict["controls"]
+    rows: list[list[str | Cell]] = [
+        ["Quality", Cell(quality, TONES[quality]), tightest(verdict)],
+        ["Stability", Cell(health["verdict"], TONES[health["verdict"]]), health["statement"]],
     ]
-    head = ["metric", "error, seeds", "error, examples", "dof", "seeds", "clusters"]
-    return Table(head, rows, "lrrrrl")
+    if verdict["slices"]:
+        groups = slice_groups(verdict["slices"])
+        open_ones = [one for one in groups["protected"] if one["verdict"] != "ACCEPT"]
+        rejected = groups["harm"] + [one for one in open_ones if one["verdict"] == "REJECT"]
+        tone = "bad" if rejected else "warn" if open_ones or groups["warn"] else "good"
+        word = {"bad": "harm", "warn": "look", "good": "no harm"}[tone]
+        rows.append(["Slices", Cell(word, tone), slices_in_short(verdict["slices"])])
+    behaved = controls["behaved"]
+    shown = "the harmless arm accepted, the harmful one not" if behaved else controls["reasons"][0]
+    rows.append(
+        [
+            "Controls",
+            Cell("behaved", "good") if behaved else Cell("misbehaved", "bad"),
+            shown,
+        ]
+    )
+    speed = verdict["speed"]
+    status, reason = speed_in_short(speed)
+    rows.append(["Speed", Cell(status, speed_tone(speed["status"])), reason])
+    written = Cell("written", "good") if accepted else Cell("none")
+    rows.append(["acceptance.json", written, acceptance_in_short(accepted)])
+    return Table(["", "found", "in short"], rows, "lll", stacks=True)
 
 
 def compared(gate: Mapping[str, Any], verdict: Mapping[str, Any]) -> Section:
     """What was compared with what, and what was promised before the first run."""
     experiment = gate["experiment"]
-    train = experiment.get("train", {})
+    train = table_of(experiment, "train")
     margins = ", ".join(
-        f"{METRICS[name]} {amount(name, gate['margins'][name])[1:]}" for name in METRICS
+        f"{METRICS[name]} {amount(name, verdict['margins'][name])[1:]}" for name in METRICS
     )
     looks = ", ".join(map(str, gate["looks"]))
+    evaluations = gate.get("evaluations") or ("trained", "bf16")
     pairs = [
         ("workload", str(experiment.get("workload", "-"))),
-        ("baseline", str(experiment.get("baseline", {}).get("recipe", "-"))),
-        ("candidate", str(experiment.get("candidate", {}).get("recipe", "-"))),
-        ("training", f"{train.get('steps', '-')} steps, batch size {train.get('batch_size', '-')}"),
-        ("pairing", "same seed, initial weights, data order and steps in every arm"),
+        ("baseline", str(table_of(experiment, "baseline").get("recipe", "-"))),
+        ("candidate", str(table_of(experiment, "candidate").get("recipe", "-"))),
+        *_training(gate, train),
+        ("evaluated", "; ".join(map(evaluation_words, evaluations))),
         ("seeds judged", ", ".join(map(str, verdict["seeds"]))),
         ("looks", f"after {looks} seeds; level {gate['alpha']:g} each, 0.05 overall"),
-        ("margins", f"{gate['margins'].get('name', 'custom')}: {margins}"),
+        ("margins", f"{verdict['margins'].get('name', 'custom')}: {margins}"),
         ("promised", str(gate.get("created", "-"))),
     ]
     blocks: list[Block] = [Facts(pairs)]
-    if gate.get("facts"):
-        blocks += [Text("The workload says about itself:"), Facts(flatten(gate["facts"]))]
+    if isinstance(gate.get("facts"), Mapping) and gate["facts"]:
+        says = "About these predictions:" if gate.get("inputs") else "The workload says of itself:"
+        blocks += [Text(says), Facts(flatten(gate["facts"]))]
     return Section("What was compared", blocks)
 
 
-def training(runs: Sequence[Run], verdict: Mapping[str, Any], figures: Sequence[Figure]) -> Section:
-    """Training curves and the stability rules."""
-    health = verdict["stability"]
-    tone = TONES[health["verdict"]]
-    blocks: list[Block] = [Figures(figures)] if figures else []
-    statement = health.get("statement", "")
-    blocks.append(Text(f"Stability: {health['verdict']}; {statement}".strip("; "), tone))
-    blocks.append(Bullets([*health["hard"], *health.get("baseline_failures", [])]))
-    rows: list[list[str | Cell]] = [
-        [
-            str(entry.get("counter", "-")),
-            str(entry.get("baseline", "-")),
-            str(entry.get("candidate", "-")),
-            f"{entry.get('p_value', 1.0):.2g}",
-            Cell("too many", "bad") if entry.get("flagged") else Cell("no excess", "good"),
+def _training(gate: Mapping[str, Any], train: Mapping[str, Any]) -> list[tuple[str, str]]:
+    if gate.get("inputs"):
+        told = f"predictions and curves that another training wrote, {len(gate['inputs'])} files"
+        return [
+            ("offline gate", told),
+            ("pairing", "the same examples in every arm and seed; the rest is told, not checked"),
         ]
-        for entry in health["soft"]
+    said = f"{train.get('steps', '-')} steps, batch size {train.get('batch_size', '-')}"
+    if train.get("processes", 1) != 1:
+        said += f", {number(train['processes'])} processes a run"
+    if train.get("device"):
+        said += f", on {train['device']}"
+    return [
+        ("training", said),
+        ("pairing", "same seed, initial weights, data order and steps in every arm"),
     ]
-    if rows:
-        head = ["counter", "baseline", "candidate", "p", "finding"]
-        blocks.append(Table(head, rows, "lrrrl"))
-    seconds = [run["timing"]["train_s"] for run in runs if run.get("timing")]
-    if seconds:
-        note = f"{len(seconds)} runs, {sum(seconds):.0f} s of training in all."
-        blocks.append(Text(f"{note} No claim about speed follows from it."))
-    return Section("Training and stability", blocks)
-
-
-def what_ran(
-    gate: Mapping[str, Any],
-    runs: Sequence[Run],
-    verdict: Mapping[str, Any],
-    figures: Sequence[Figure],
-) -> list[Section]:
-    """Controls and noise floor, slices, speed, and the products that really ran beside the plan."""
-    sections = [_controls(gate, verdict, figures)]
-    if verdict["slices"]:
-        sections.append(_slices(verdict["slices"]))
-    speed = verdict["speed"]
-    said = f"{speed['status'].replace('_', ' ')}: {speed['reason']}"
-    sections.append(Section("Speed", [Text(said[0].upper() + said[1:])]))
-    sections.append(products(runs))
-    return sections
-
-
-def _controls(
-    gate: Mapping[str, Any], verdict: Mapping[str, Any], figures: Sequence[Figure]
-) -> Section:
-    controls = verdict["controls"]
-    asked = gate["experiment"].get("controls", {})
-    size = asked.get("known_bad_margins")
-    bad = f"BF16 with logit noise worth {size:g} NE margins" if size else "BF16 with logit noise"
-    rows: list[list[str | Cell]] = []
-    for arm, how, wanted in (
-        ("null", "BF16, initial weights moved by one rounding step", "ACCEPT"),
-        ("known_bad", bad, "not ACCEPT"),
-    ):
-        found = (controls.get(arm) or {}).get("verdict", "not run")
-        fits = found == "ACCEPT" if arm == "null" else found in ("REJECT", "INCONCLUSIVE")
-        rows.append([ARMS[arm], how, wanted, Cell(found, "good" if fits else "bad")])
-    if controls["behaved"]:
-        said = "Both controls behaved: this gate accepts a harmless arm and not a harmful one."
-        blocks: list[Block] = [Text(said, "good")]
-    else:
-        blocks = [Text("The controls do not show that this gate can tell good from bad.", "bad")]
-    blocks.append(Table(["control", "what it is", "must be", "was"], rows, "llll"))
-    blocks.append(Bullets([*controls["reasons"], *controls.get("notes", [])]))
-    floor = [
-        [key, *(deviation(key, one) for one in verdict["noise_floor"][key].values())]
-        for key in verdict["metrics"]
-        if key in verdict["noise_floor"]
-    ]
-    if floor:
-        head = ["metric", "BF16 seeds, unpaired", "null control, paired", "candidate, paired"]
-        blocks.append(Text("Noise floor: standard deviations over seeds."))
-        blocks.append(Table(head, floor, "lrrr"))
-    if figures:
-        blocks.append(Figures(figures))
-    return Section("Controls and noise floor", blocks)
-
-
-def _slices(slices: Sequence[Mapping[str, Any]]) -> Section:
-    rows: list[list[str | Cell]] = []
-    for one in slices:
-        tested = one.get("estimate") is not None
-        low, high = (amount("ne", one.get(part)) for part in ("lower", "upper"))
-        interval = f"{low} to {high}" if tested else one["reason"]
-        word = one["verdict"].replace("_", " ").lower()
-        shown = Cell(one["verdict"] if one["verdict"] in MEANING else word, TONES[one["verdict"]])
-        where = FORMS.get(one.get("form", ""), one.get("form", "-"))
-        count = f"{one['positives']:.0f}"
-        rows.append(
-            [one["name"], where, one["class"], count, interval, amount("ne", one["margin"]), shown]
-        )
-    intro = (
-        "Relative NE inside each declared slice. Protected slices must be non-inferior by their "
-        "own margin; the others are tested for harm beyond theirs (Holm over all)."
-    )
-    head = ["slice", "form", "class", "positives", "interval", "margin", "verdict"]
-    return Section("Slices", [Text(intro), Table(head, rows, "lllrrrl")])

@@ -13,10 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import binomtest
 
+from .sequence import should_abort
 from .verdict import ACCEPT, INCONCLUSIVE, REJECT
 
 Run = Mapping[str, Any]
 Floats = NDArray[np.float64]
+Series = tuple[Sequence[float | None] | None, Sequence[float | None] | None]
 
 SPIKE_MADS = 6.0
 HISTORY_BLOCKS = 20
@@ -25,22 +27,34 @@ ABOVE_START_SHARE = 0.05
 
 
 def judge_stability(
-    pairs: Sequence[tuple[Run, Run]], *, beyond: Sequence[tuple[Run, Run]] = ()
+    pairs: Sequence[tuple[Run, Run]],
+    *,
+    beyond: Sequence[tuple[Run, Run]] = (),
+    margin: float | None = None,
 ) -> dict[str, Any]:
     """Stability of (baseline, candidate) run pairs: {"verdict", "hard", "soft",
     "baseline_failures", "statement"}.
 
     A hard failure of a candidate is REJECT, one of a baseline INCONCLUSIVE (the pair is invalid),
     and neither is dropped: `beyond` holds pairs of later seeds, whose hard failures count although
-    the look does not use them.
+    the look does not use them. With the relative NE `margin`, a training loss that is worse than
+    the paired baseline's by more than ten margins (`sequence.should_abort`) is a hard failure too.
     """
     hard: list[str] = []
     invalid: list[str] = []
     for baseline, candidate in (*pairs, *beyond):
         invalid += [_named(baseline, text) for text in hard_failures(baseline)]
-        hard += [_named(candidate, text) for text in hard_failures(candidate, baseline=baseline)]
+        failures = hard_failures(candidate, baseline=baseline)
+        if margin is not None and not (failures or hard_failures(baseline)):
+            failures = _far_worse(baseline, candidate, margin)
+        hard += [_named(candidate, text) for text in failures]
     counted = [pair for pair in pairs if not (_crashed(pair[0]) or _crashed(pair[1]))]
-    soft = [_compare_spikes(counted, key=key) for key in ("loss", "grad_norm")]
+    soft = [
+        _compare_spikes("loss spikes", [_series(pair, "loss") for pair in counted]),
+        _compare_spikes("grad_norm spikes", [_series(pair, "grad_norm") for pair in counted]),
+        *_compare_skipped(counted),
+        *_compare_counters(counted),
+    ]
     if invalid:
         verdict = INCONCLUSIVE
     elif hard or any(entry["flagged"] for entry in soft):
@@ -129,18 +143,76 @@ def spikes(values: Sequence[float | None]) -> int:
     return int(np.count_nonzero(high & ~np.concatenate(([False], high[:-1]))))
 
 
-def _compare_spikes(pairs: Sequence[tuple[Run, Run]], *, key: str) -> dict[str, Any]:
-    ours = sum(spikes(candidate["training"][key]) for _, candidate in pairs)
-    theirs = sum(spikes(baseline["training"][key]) for baseline, _ in pairs)
+def _far_worse(baseline: Run, candidate: Run, margin: float) -> list[str]:
+    ours, theirs = candidate["training"]["loss"], baseline["training"]["loss"]
+    found = should_abort(theirs, ours, margin=margin, steps=len(theirs))
+    if found is None:
+        return []
+    return [
+        f"training loss worse than the baseline's by {found.gap:.2%} on average at step "
+        f"{found.step}, surely above {found.lower:.2%} (allowed: ten NE margins, {found.limit:.2%})"
+    ]
+
+
+def _series(pair: tuple[Run, Run], key: str) -> Series:
+    return pair[0]["training"][key], pair[1]["training"][key]
+
+
+def _compare_spikes(name: str, series: Sequence[Series]) -> dict[str, Any]:
+    ours = sum(spikes(candidate or ()) for _, candidate in series)
+    theirs = sum(spikes(baseline or ()) for baseline, _ in series)
+    return _compare_counts(name, ours, theirs)
+
+
+def _compare_counts(name: str, ours: int, theirs: int) -> dict[str, Any]:
+    """Under equal rates over equal steps `ours` of the total is Binomial(1/2)."""
     total = ours + theirs
     p_value = float(binomtest(ours, total, 0.5, alternative="greater").pvalue) if total else 1.0
     return {
-        "counter": f"{key} spikes",
+        "counter": name,
         "candidate": ours,
         "baseline": theirs,
         "p_value": p_value,
         "flagged": p_value < SOFT_LEVEL and ours >= theirs + SOFT_EXCESS,
     }
+
+
+def _compare_skipped(pairs: Sequence[tuple[Run, Run]]) -> list[dict[str, Any]]:
+    """Steps that a loss scaler or a guard skipped, where the records count them."""
+    counted = [[run["training"].get("skipped_steps") for run in pair] for pair in pairs]
+    if not any(isinstance(one, int) for pair in counted for one in pair):
+        return []
+    theirs, ours = (sum(pair[arm] or 0 for pair in counted) for arm in (0, 1))
+    return [_compare_counts("skipped steps", ours, theirs)]
+
+
+def _compare_counters(pairs: Sequence[tuple[Run, Run]]) -> list[dict[str, Any]]:
+    """Spikes and mean level of each numerics counter that was sampled in training.
+
+    One that only the candidate can have (a BF16 baseline saturates nothing) is listed and never
+    flagged: there is nothing to compare it with.
+    """
+    names = sorted({name for pair in pairs for run in pair for name in _counters(run)})
+    found = []
+    for name in names:
+        series = [(_counters(b).get(name), _counters(c).get(name)) for b, c in pairs]
+        entry = _compare_spikes(f"{name} spikes", series)
+        if all(baseline is None for baseline, _ in series):
+            entry |= {"baseline": None, "p_value": 1.0, "flagged": False}
+        entry["baseline_level"] = _level([baseline for baseline, _ in series])
+        entry["candidate_level"] = _level([candidate for _, candidate in series])
+        found.append(entry)
+    return found
+
+
+def _counters(run: Run) -> Mapping[str, Sequence[float | None]]:
+    return run["training"].get("counters") or {}
+
+
+def _level(series: Sequence[Sequence[float | None] | None]) -> float | None:
+    values = [value for one in series for value in one or () if value is not None]
+    finite = [value for value in values if np.isfinite(value)]
+    return float(np.mean(finite)) if finite else None
 
 
 def _lost_everything(form: str, evaluation: Mapping[str, Any], baseline: Run) -> list[str]:

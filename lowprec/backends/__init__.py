@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from types import MappingProxyType, ModuleType
 from typing import Final
 
-from lowprec.backends import emulated, reference
+from lowprec.backends import emulated, reference, triton_kernels
 from lowprec.backends.facts import Facts
 from lowprec.formats import Cast
 from lowprec.hardware import Hardware
 
-ORDER: Final = ("emulated", "reference")
+ORDER: Final = ("triton", "emulated", "reference")
 MODULES: Final[MappingProxyType[str, ModuleType]] = MappingProxyType(
-    {"emulated": emulated, "reference": reference}
+    {"triton": triton_kernels, "emulated": emulated, "reference": reference}
 )
 NATIVE: Final[frozenset[str]] = frozenset()
 """Backends whose low-precision products run on low-precision units."""

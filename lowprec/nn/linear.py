@@ -54,6 +54,19 @@ class Linear(torch.nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # nn.Linear's own name
         """Apply the layer; raises UnsupportedError for a shape or dtype that it cannot take."""
         x = input
+        weight, out_dtype, keep = self._prepared(x)
+        x_MK = x.reshape(x.shape[:-1].numel(), self.in_features)
+        y_MN = _LinearFunction.apply(  # type: ignore[no-untyped-call]
+            x_MK, weight, self.bias, self.lowprec_products, out_dtype, keep
+        )
+        # Outside the function: what a custom function returns as a view cannot be changed in place.
+        # In two dimensions y_MN is the output, as in nn.Linear: FSDP hangs its hooks on no view.
+        if x.ndim == 2:
+            return cast(torch.Tensor, y_MN)
+        return cast(torch.Tensor, y_MN).reshape(*x.shape[:-1], self.out_features)
+
+    def _prepared(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.dtype, tuple[bool, bool]]:
+        """Weight, dtype of the output, and what backward needs: for dgrad and for wgrad."""
         for tensor in (x, self.weight):
             if is_traceable_wrapper_subclass(tensor):
                 raise UnsupportedError(
@@ -76,16 +89,7 @@ class Linear(torch.nn.Linear):
             )
         if products.stage.policy.wgrad is SKIP:
             weight = weight.detach()
-        x_MK = x.reshape(x.shape[:-1].numel(), self.in_features)
-        keep = (training and x.requires_grad, training and weight.requires_grad)
-        y_MN = _LinearFunction.apply(  # type: ignore[no-untyped-call]
-            x_MK, weight, self.bias, products, out_dtype, keep
-        )
-        # Outside the function: what a custom function returns as a view cannot be changed in place.
-        # In two dimensions y_MN is the output, as in nn.Linear: FSDP hangs its hooks on no view.
-        if x.ndim == 2:
-            return cast(torch.Tensor, y_MN)
-        return cast(torch.Tensor, y_MN).reshape(*x.shape[:-1], self.out_features)
+        return weight, out_dtype, (training and x.requires_grad, training and weight.requires_grad)
 
     def _output_dtype(self, x: torch.Tensor) -> torch.dtype:
         autocast = autocast_dtype(x)

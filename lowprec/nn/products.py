@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import torch
 
 from lowprec import ops
+from lowprec.backends import triton_kernels
 from lowprec.errors import UnsupportedError
 from lowprec.formats import Cast
 from lowprec.nn.position import At, Position
@@ -182,20 +183,24 @@ class Products:
     def run_now(
         self,
         which: Which,
-        left: torch.Tensor,
+        left: torch.Tensor | QuantizedTensor,
         right: Sequence[torch.Tensor],
         *,
         bias: torch.Tensor | None,
         at: torch.Tensor | None,
     ) -> torch.Tensor:
-        """`run` outside of tracing."""
+        """`run` outside of tracing; a left operand that is cast already is taken as it is."""
         product, stage = which.product, self.stages[which.stage]
         precision = getattr(stage.policy, PRODUCTS[product])
         if self.monitor is not None and product == FPROP:
             self.monitor.forward_begins()
-        dtype = result_dtype(left, precision)
-        with no_autocast(left):
-            a = self._operand(product, 0, left, at, which.stage)
+        dtype = torch.bfloat16
+        if not isinstance(left, QuantizedTensor):
+            dtype = result_dtype(left, precision)
+        with no_autocast(left.codes if isinstance(left, QuantizedTensor) else left):
+            a: Any = left
+            if not isinstance(left, QuantizedTensor):
+                a = self._operand(product, 0, left, at, which.stage)
             if product == WGRAD and isinstance(precision, Gemm):
                 b: Any = _restored(right, precision, rows=left.shape[0], columns=which.columns)
             else:
@@ -235,14 +240,15 @@ class Products:
         name, operand, axis = PRODUCTS[product], OPERANDS[product][side], _AXES[product][side]
         rows = t.shape[0]
         gemm = getattr(stage.policy, name)
-        cast = None
+        cast = rotation = signs = None
         if isinstance(gemm, Gemm):
-            cast = (gemm.left, gemm.right)[side]
-            if gemm.rotation is not None:
-                stream = None
-                if gemm.rotation.seeded:
-                    stream = self._stream(f"{name}.signs", at, seed)
-                t = rotate(t, gemm.rotation, axis=axis, side=_SIDES[side], stream=stream)
+            cast, rotation = (gemm.left, gemm.right)[side], gemm.rotation
+            if rotation is not None and rotation.seeded:
+                signs = self._stream(f"{name}.signs", at, seed)
+        backend = getattr(stage.backends[name], _SIDES[side])
+        fused = rotation is not None and self._rotates_in_cast(cast, backend)
+        if rotation is not None and not fused:
+            t = rotate(t, rotation, axis=axis, side=_SIDES[side], stream=signs)
         arrived: CastAlready | None = getattr(t, "lowprec_quantized", None)
         if arrived is not None:
             return arrived.operand(self.layer, cast, axis)
@@ -255,9 +261,19 @@ class Products:
             shared = operand == "w"  # every rank holds the same weight
             rows = 0 if shared else rows
             generator = self._stream(f"{name}.{operand}", at, seed, rows=rows)
-        backend = getattr(stage.backends[name], _SIDES[side])
-        q = ops.quantize(t, cast, axis=axis, generator=generator, backend=backend)
+        if fused and rotation is not None:
+            streams = (signs, generator)
+            q: QuantizedTensor = triton_kernels.rotate_quantize(
+                t, rotation, cast, axis=axis, side=_SIDES[side], streams=streams
+            )
+        else:
+            q = ops.quantize(t, cast, axis=axis, generator=generator, backend=backend)
         return q if axis == -1 else q.mT
+
+    def _rotates_in_cast(self, cast: Cast | None, backend: str) -> bool:
+        """Whether one kernel rotates and casts; what watches wants to see the rotated values."""
+        fits = backend == "triton" and cast is not None and triton_kernels.fits_rotation(cast)
+        return fits and self.monitor is None
 
     def _stream(
         self, role: str, at: torch.Tensor | None, seed: int, rows: int | None = None

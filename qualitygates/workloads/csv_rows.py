@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import ExperimentError
+from ..grouping import crossed
 from .features import Schema
 from .labelled import Files, Judged, LabelledRows, hold_out
 from .options import check_name, check_whole, names, paths
@@ -101,6 +102,12 @@ class CsvRows(LabelledRows):
                 "workload csv: clusters = []; name at least one column whose equal values depend "
                 "on each other, such as the user"
             )
+        for name in clusters:
+            if not all(crossed(name)):
+                raise ExperimentError(
+                    f"workload csv: clusters names {name!r}; allowed: a column, or blocks of "
+                    "several, such as 'day x user'"
+                )
         slices = names("csv", "slices", self.slices)
         for one in slices:
             if not one.partition("=")[0] or "=" not in one:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ..errors import DataError
+from ..grouping import blocks, crossed
 from ..workload import Batch, EvaluationBatch
 from .features import Rows, Schema, Survey, cut, encode, keys, shuffled
 from .model import RankingModel, Sizes, adam_with_warmup
@@ -128,7 +129,10 @@ class LabelledRows:
 
 @dataclass(frozen=True)
 class Judged:
-    """The columns that only the verdict reads; a slice is written `column=value`."""
+    """The columns that only the verdict reads; a slice is written `column=value`.
+
+    A clustering is a column, or blocks of several: `day x user`.
+    """
 
     clusters: tuple[str, ...]
     group: str | None
@@ -138,7 +142,8 @@ class Judged:
     def columns(self) -> tuple[str, ...]:
         """All of them."""
         group = () if self.group is None else (self.group,)
-        return (*self.clusters, *group, *(one.partition("=")[0] for one in self.slices))
+        clusters = dict.fromkeys(column for name in self.clusters for column in crossed(name))
+        return (*clusters, *group, *(one.partition("=")[0] for one in self.slices))
 
 
 def hold_out(files: Files, schema: Schema, judged: Judged, *, most: int) -> HeldOut:
@@ -150,7 +155,7 @@ def hold_out(files: Files, schema: Schema, judged: Judged, *, most: int) -> Held
     for file, chunk in _evaluation_chunks(files, columns, most=most):
         parts.append(encode(chunk, schema, file=file))
         for name, found in ids.items():
-            found.append(keys(chunk.texts(name)))
+            found.append(_keys(chunk, crossed(name) if name in judged.clusters else (name,)))
         for one, member in masks.items():
             column, _, value = one.partition("=")
             member.append(chunk.equal(column, value))
@@ -164,6 +169,12 @@ def hold_out(files: Files, schema: Schema, judged: Judged, *, most: int) -> Held
     )
     _check_judged(held, judged, files)
     return held
+
+
+def _keys(chunk: Chunk, columns: tuple[str, ...]) -> Ints:
+    """The keys of one column, or of the blocks that several make."""
+    found = [keys(chunk.texts(column)) for column in columns]
+    return found[0] if len(found) == 1 else blocks(found)
 
 
 def bucketed(ids: Ints) -> Ints:

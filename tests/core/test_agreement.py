@@ -21,6 +21,7 @@ CASES = [str(Cast(fmt, rule)) for fmt, rule in RULES] + [
     str(Cast(fmt, rule, Rounding.STOCHASTIC)) for fmt, rule in RULES if not rule.clips
 ]
 BACKENDS = [name for name in ORDER if name != "reference"]
+PRODUCTS = [name for name in ORDER if name != "triton"]  # whose kernels cast only
 STREAM = RandomStream(7, layer="layer", role="wgrad.dy", step=3, first_row=5)
 Variant = Callable[[torch.Tensor], torch.Tensor]
 
@@ -189,7 +190,7 @@ def test_a_rotation_adds_in_the_fixed_order(size: int, signs: Signs) -> None:
     assert torch.equal(right.mT, want * 2.0 ** -(power - power // 2))
 
 
-@pytest.mark.parametrize("backend", ORDER)
+@pytest.mark.parametrize("backend", PRODUCTS)
 @pytest.mark.parametrize("name", FORMATS)
 def test_products_stay_within_twice_the_references_error(name: str, backend: str) -> None:
     cast = Cast.parse(name)
@@ -209,7 +210,7 @@ def test_products_stay_within_twice_the_references_error(name: str, backend: str
         assert error[backend] <= 2 * error["reference"] + 1e-30, (m, k)
 
 
-@pytest.mark.parametrize("backend", ORDER)
+@pytest.mark.parametrize("backend", PRODUCTS)
 def test_operands_may_be_transposed_views_and_of_different_formats(backend: str) -> None:
     x, w = data(40, 64, seed=5), data(32, 64, seed=6)
     tile = ops.quantize(w.mT.contiguous(), "mxfp8_32x32", axis=-2).mT
@@ -276,5 +277,5 @@ def test_what_is_no_cast_is_refused(cast: object) -> None:
 
 
 def test_unknown_backend() -> None:
-    with pytest.raises(UnsupportedError, match="known: emulated, reference"):
+    with pytest.raises(UnsupportedError, match="known: triton, emulated, reference"):
         ops.quantize(torch.ones(2, 32), "mxfp8", backend="cuda")

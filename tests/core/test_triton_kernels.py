@@ -6,7 +6,6 @@ The interpreter is chosen when Triton is imported, so a process of its own runs 
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import subprocess
 import sys
@@ -15,19 +14,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowprec.backends import reference, triton_kernels
+from lowprec.backends import choose, choose_gemm, reference, triton_kernels
 from lowprec.backends.facts import Facts
+from lowprec.backends.triton_kernels.proven import PROVEN
 from lowprec.errors import UnsupportedError
 from lowprec.formats import ALL, FORMATS, Cast
 from lowprec.hardware import NAMED
+from lowprec.rng import RandomStream
 from lowprec.tensor import QuantizedTensor
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ROOT = Path(__file__).parents[2]
-inside = pytest.mark.skipif(not INTERPRETED, reason="run by the test of the subprocess")
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+from tests.core.kernel_cases import (
+    INTERPRETED,
+    assert_same,
+    data,
+    inside,
+    law,
+    needs_triton,
+    poison,
 )
+
+ROOT = Path(__file__).parents[2]
+INTERPRETED_FILES = (__file__, str(Path(__file__).with_name("test_triton_fused.py")))
 # numpy, in which the interpreter computes, warns of the very NaN and Inf that are tested.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -38,46 +44,10 @@ RULES = [
     for name in SERVED
     for index, rule in enumerate(FORMATS[name].scale_rules)
 ]
+CASTS = [str(Cast(FORMATS[n], rule)) for n in SERVED for rule in FORMATS[n].scale_rules]
+CASTS += [f"{c}:sr" for c in CASTS if c.partition(":")[2] not in ("floor", "even")]
 SHAPES = [(0, 64), (1, 39), (63, 100), (32, 32 + 96)]
-
-
-def data(*shape: int, seed: int = 1) -> torch.Tensor:
-    """Channels 12 octaves apart, blocks of zeros, of subnormals, of the largest numbers."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(*shape, generator=generator)
-    x = x * torch.exp2(torch.linspace(-6, 6, max(shape[-1], 1))[: shape[-1]])
-    if x.shape[0] > 9:
-        x[3] = 0
-        x[4] *= 2.0**-126
-        x[5] *= 2.0**-133
-        x[6, ::2] = torch.finfo(torch.bfloat16).max
-        x[7, ::3] = -0.0
-    return x
-
-
-def gaussian(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def poison(x: torch.Tensor) -> torch.Tensor:
-    x = x.clone()
-    x[0, 0], x[-1, -1], x[x.shape[0] // 2, 3] = torch.nan, torch.inf, -torch.inf
-    return x
-
-
-def law(x: torch.Tensor, cast: Cast, axis: int) -> QuantizedTensor:
-    """What the reference gives; NaN and Inf poison a block alike."""
-    finite = x.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    return reference.quantize(finite, cast, axis=axis)
-
-
-def assert_same(got: QuantizedTensor, want: QuantizedTensor) -> None:
-    assert got.codes.shape == want.codes.shape
-    assert got.scales.shape == want.scales.shape
-    assert got.scales.dtype == want.scales.dtype
-    assert torch.equal(got.codes, want.codes)
-    assert torch.equal(*(t.scales.nan_to_num(nan=-1.0) for t in (got, want)))
-    assert got.axis == want.axis
+STREAM = RandomStream(7, layer="layer", role="wgrad.dy", step=3, first_row=5)
 
 
 @needs_triton
@@ -86,7 +56,7 @@ def assert_same(got: QuantizedTensor, want: QuantizedTensor) -> None:
 def test_the_tests_below_pass_in_the_interpreter(which: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", which]
     done = subprocess.run(
-        [*command, __file__],
+        [*command, *INTERPRETED_FILES],
         cwd=ROOT,
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
@@ -179,6 +149,25 @@ def test_values_equal_the_reference(text: str) -> None:
 
 
 @inside
+@pytest.mark.parametrize("text", ["mxfp8:sr", "mxfp8_32x32:sr", "mxfp4:ceil:sr", "mxfp8_e5m2:sr"])
+def test_stochastic_rounding_draws_the_bits_of_the_reference(text: str) -> None:
+    cast, x = Cast.parse(text), poison(data(40, 80))
+    other = RandomStream(9, role="dgrad.dy", first_row=16)
+    # Words in groups across, down (memory is transposed) and stored (70 is no multiple of 16).
+    for view in (x, x.mT, x[:, :70].bfloat16(), x[:, ::3], x.view(5, 8, 80)):
+        laws = [law(view, cast, axis, s) for axis, s in ((-1, STREAM), (-2, other))]
+        for axis, stream, want in ((-1, STREAM, laws[0]), (-2, other, laws[1])):
+            assert_same(triton_kernels.quantize(view, cast, axis=axis, stream=stream), want)
+        both = triton_kernels.quantize_both(view, cast, cast, streams=(STREAM, other))
+        for got, want in zip(both, laws, strict=True):
+            assert_same(got, want)
+    cube = data(10, 48).view(2, 5, 48)
+    if cast.format.block[0] == 1:
+        got = triton_kernels.quantize(cube, cast, axis=0, stream=STREAM)
+        assert_same(got, law(cube, cast, 0, STREAM))
+
+
+@inside
 def test_every_code_decodes() -> None:
     for name in ("mxfp8", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4"):
         fmt = FORMATS[name]
@@ -193,18 +182,40 @@ def test_every_code_decodes() -> None:
 @needs_triton
 def test_what_is_refused() -> None:
     def refusal(text: str, hardware: str, op: str = "quantize") -> str | None:
-        return triton_kernels.refuse(op, Facts(NAMED[hardware], Cast.parse(text), None))
+        return triton_kernels.cannot(op, Facts(NAMED[hardware], Cast.parse(text), None))
 
     assert refusal("mxfp8", "h200") is None
+    assert refusal("mxfp8:sr", "h200") is None
     assert refusal("mxfp4_32x32:even", "b200") is None
     assert refusal("mxfp8", "cpu") == "needs a CUDA device, this is cpu"
     assert refusal("mxfp8", "a100") == "needs sm89, this is a100 (sm80)"
     assert refusal("mxfp4", "a100") is None
     assert "outer" not in (refusal("nvfp4", "h200") or "outer")
-    assert "stochastic" in (refusal("mxfp8:sr", "h200") or "")
+    assert "stochastic" in (refusal("fp8_rowwise:sr", "h200") or "")
     assert "no products" in (refusal("mxfp8", "h200", "matmul") or "")
     with pytest.raises(UnsupportedError, match="no cast to nvfp4"):
         triton_kernels.quantize(torch.ones(2, 32), Cast.parse("nvfp4"), axis=-1)
+
+
+@needs_triton
+def test_plans_take_what_is_proven_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = Facts(NAMED["h200"], Cast.parse("mxfp8"), None)
+    monkeypatch.setattr(triton_kernels, "PROVEN", frozenset({"mxfp8:floor"}))
+    says = "the kernel that casts to mxfp8 is not proven on a GPU yet"
+    assert triton_kernels.refuse("quantize", facts) == says
+    assert choose("quantize", facts).refusals[0] == ("triton", says)
+    monkeypatch.setattr(triton_kernels, "PROVEN", frozenset({"mxfp8"}))
+    assert choose("quantize", facts).backend == "triton"
+    assert choose_gemm(facts.left, facts.left, NAMED["h200"]).product == "emulated"
+    assert choose("quantize", Facts(NAMED["cpu"], facts.left, None)).backend == "emulated"
+    assert set(CASTS) >= PROVEN
+
+
+@needs_triton
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter takes tensors of the CPU")
+def test_a_tensor_on_the_cpu_is_an_error_that_says_what_to_do() -> None:
+    with pytest.raises(UnsupportedError, match=r"on cpu, its kernels run on CUDA.*plan again"):
+        triton_kernels.quantize(torch.ones(2, 32), Cast.parse("mxfp8"), axis=-1)
 
 
 @pytest.mark.parametrize(
@@ -244,96 +255,3 @@ def test_the_ops_have_fakes_and_schemas_that_fit() -> None:
             arguments,
             test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
         )
-
-
-@inside
-@pytest.mark.parametrize("centered", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_norms_and_their_casts(dtype: torch.dtype, centered: bool) -> None:
-    from lowprec.backends.triton_kernels import fused
-
-    x, residual = gaussian(9, 70, seed=2).to(dtype), gaussian(9, 70, seed=3).to(dtype)
-    weight, bias = 1 + gaussian(70, seed=4).to(dtype), gaussian(70, seed=5).to(dtype)
-    options = {"weight": weight, "bias": bias if centered else None, "centered": centered}
-    for other in (None, residual):
-        plain = fused.normalize(x, None, residual=other, **options)
-        coded = fused.normalize(x, Cast.parse("mxfp8"), residual=other, **options)
-        source = x if other is None else x + other
-        assert torch.equal(plain.source, source)
-        # From the statistics on, every operation is float32 and rounded by itself.
-        wide = source.float() - (plain.mean[:, None] if centered else 0)
-        wide = wide * plain.rstd[:, None] * weight.float()
-        wide = wide + bias.float() if centered else wide
-        assert torch.equal(plain.result, wide.to(dtype))
-        assert_same(coded.result, law(plain.result, Cast.parse("mxfp8"), -1))
-        exact = source.double()
-        mean = exact.mean(-1) if centered else torch.zeros(9, dtype=torch.float64)
-        rstd = 1 / ((exact - mean[:, None]).square().mean(-1) + 1e-6).sqrt()
-        assert torch.allclose(plain.rstd.double(), rstd, rtol=2e-6)
-        assert not centered or torch.allclose(plain.mean.double(), mean, atol=1e-5)
-
-
-@inside
-@pytest.mark.parametrize("centered", [False, True])
-def test_gradients_of_norms(centered: bool) -> None:
-    from lowprec.backends.triton_kernels import fused
-
-    x, dy, passed = (gaussian(33, 70, seed=seed) for seed in (2, 3, 4))
-    weight, bias = 1 + gaussian(70, seed=5), gaussian(70, seed=6)
-    options = {"weight": weight, "bias": bias if centered else None, "centered": centered}
-    done = fused.normalize(x, Cast.parse("mxfp8"), **options)
-    got = fused.normalize_backward(dy, done, weight=weight, has_bias=centered, passed=passed)
-    leaves = [t.double().requires_grad_() for t in (x, weight, bias)]
-    if centered:
-        y = torch.nn.functional.layer_norm(leaves[0], (70,), *leaves[1:], eps=1e-6)
-    else:
-        y = torch.nn.functional.rms_norm(leaves[0], (70,), leaves[1], eps=1e-6)
-    (y * dy.double()).sum().backward()
-    leaves[0].grad += passed.double()
-    for one, leaf in zip(got, leaves, strict=True):
-        if one is not None:
-            assert (one.double() - leaf.grad).norm() <= 1e-5 * leaf.grad.norm()
-
-
-@inside
-@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh"])
-@pytest.mark.parametrize("gated", [False, True])
-def test_activations_and_their_casts(kind: str, gated: bool) -> None:
-    from lowprec.backends.triton_kernels import fused
-
-    both = gaussian(40, 140, seed=2)
-    gate, up = (both[:, :70], both[:, 70:] if gated else None)
-    leaves = [gate.double().requires_grad_(), both[:, 70:].double().requires_grad_()]
-    functions = {
-        "silu": torch.nn.functional.silu,
-        "gelu": torch.nn.functional.gelu,
-        "gelu_tanh": lambda t: torch.nn.functional.gelu(t, approximate="tanh"),
-    }
-    y = functions[kind](leaves[0]) * (leaves[1] if gated else 1.0)
-    got = fused.activate(gate, up, None, kind=kind)
-    assert (got.double() - y).norm() <= 1e-6 * y.norm()
-    cast = Cast.parse("mxfp8")
-    low = [None if t is None else t.bfloat16() for t in (gate, up)]
-    coded, plain = (fused.activate(*low, one, kind=kind) for one in (cast, None))
-    assert plain.dtype == torch.bfloat16
-    assert_same(coded, law(plain, cast, -1))
-    dy = gaussian(40, 70, seed=3)
-    (y * dy.double()).sum().backward()
-    for one, leaf in zip(fused.activate_backward(dy, gate, up, kind=kind), leaves, strict=True):
-        if one is not None:
-            assert (one.double() - leaf.grad).norm() <= 2e-6 * leaf.grad.norm()
-
-
-def test_what_the_fused_kernels_refuse() -> None:
-    from lowprec.backends.triton_kernels import fused
-
-    x = torch.ones(2, 64)
-    for cast in ("mxfp8_32x32", "fp8_rowwise", "nvfp4", "mxfp8:sr"):
-        with pytest.raises(UnsupportedError, match="norm: no fused cast"):
-            fused.normalize(x, Cast.parse(cast))
-    with pytest.raises(UnsupportedError, match="at most 16384"):
-        fused.normalize(torch.ones(1, 16385), None)
-    with pytest.raises(UnsupportedError, match="float64"):
-        fused.activate(x.double(), None, None)
-    with pytest.raises(UnsupportedError, match="not one of silu"):
-        fused.activate(x, None, None, kind="relu")

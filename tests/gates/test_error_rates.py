@@ -1,32 +1,37 @@
 """The error rates of the verdict by simulation, through the same interval that judges real runs.
 
-Small sizes run by default; the `slow` mark runs the sizes whose numbers docs/statistics.md reports.
-Effects are in units of the margin. The rates at full size lie between 0.026 and 0.052; 10,000
-replications have a standard error of 0.0022 at 0.05 and 0.0016 at 0.026, so the bounds 0.02 and
-0.06 are more than three of them away.
+Small sizes run by default; the `slow` mark runs the sizes whose numbers docs/statistics.md reports,
+and `benchmarks/error_rates.py` writes them to docs/records. Effects are in units of the margin. The
+rates with a fixed number of seeds lie between 0.038 and 0.052; 10,000 replications have a standard
+error of 0.0022 at 0.05, so the small bounds 0.03 and 0.06 are more than three of them away.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 from scipy import stats
 from scipy.special import expit
 
+from qualitygates.forecast import forecast, futile
 from qualitygates.influence import contrast
 from qualitygates.metrics import evaluate
-from qualitygates.verdict import accepts, look_alpha, rejects, two_way
+from qualitygates.verdict import INCONCLUSIVE, Interval, accepts, look_alpha, rejects, two_way
 
-SMALL, FULL = 10_000, 200_000
+SMALL, FULL = 10_000, 100_000
 CLUSTERS = 64
 LOOKS = (3, 5, 8)
 # (sigma, tau): paired sd of one seed, and standard error of the finite evaluation set.
-CELLS = [(0.25, 0.0), (0.5, 0.0), (1.0, 0.0), (0.5, 0.05), (0.5, 0.25), (0.25, 0.5), (1.0, 0.25)]
+CELLS = [
+    *((0.25, 0.0), (0.5, 0.0), (1.0, 0.0), (0.5, 0.05), (0.5, 0.1)),
+    *((0.5, 0.25), (0.25, 0.25), (0.25, 0.5), (0.75, 0.25), (1.0, 0.25)),
+]
 
 Draw = tuple[np.ndarray, np.ndarray]
+REPORTED: list[dict[str, str | float]] = []
 
 
 def draws(
@@ -64,9 +69,11 @@ def fixed(
     return dict(zip(("accept", "reject"), counts / reps, strict=True))
 
 
-def sequential(reps: int, cell: tuple[float, float], *, delta: float) -> dict[str, float]:
+def sequential(
+    reps: int, cell: tuple[float, float], *, delta: float, futility: bool = False
+) -> dict[str, float]:
     """Shares of ACCEPT and REJECT when the first look that decides is final, and the mean number of
-    seeds.
+    seeds; with `futility`, a look also ends the hopeless.
     """
     counts, used = np.zeros(2), 0
     for d, psi in draws(reps, cell, delta=delta, seeds=LOOKS[-1], seed=2):
@@ -76,11 +83,81 @@ def sequential(reps: int, cell: tuple[float, float], *, delta: float) -> dict[st
             good = still & accepts(found, 1.0, two_sided=False)
             bad = still & rejects(found, 1.0, two_sided=False)
             counts += [good.sum(), bad.sum()]
-            ends = still if look == LOOKS[-1] else good | bad
+            over = good | bad
+            if futility and look != LOOKS[-1]:
+                over |= hopeless(found, still & ~over, look)
+            ends = still if look == LOOKS[-1] else over
             used += look * int(ends.sum())
-            still &= ~(good | bad)
+            still &= ~over
     shares = dict(zip(("accept", "reject"), counts / reps, strict=True))
     return shares | {"seeds": used / reps}
+
+
+def hopeless(found: Interval, open_: np.ndarray, look: int) -> np.ndarray:
+    """Where the shipped forecast would stop an open look for futility."""
+    given_up = np.zeros(open_.size, bool)
+    for index in np.flatnonzero(open_):
+        entry = {
+            "estimate": float(found.estimate[index]),
+            "v_seed": float(found.v_seed[index]),
+            "v_example": float(found.v_example[index]),
+            "verdict": INCONCLUSIVE,
+            "margin": 1.0,
+            "two_sided": False,
+            "seeds": look,
+            "alpha": look_alpha(LOOKS),
+            "clusters": CLUSTERS,
+        }
+        given_up[index] = bool(
+            futile({"ne": forecast(entry, looks=LOOKS, look=look)}, {"ne": entry})
+        )
+    return given_up
+
+
+def joint(reps: int, effects: tuple[float, float, float], *, correlation: float) -> float:
+    """False ACCEPT of three co-primary metrics over three looks; the third margin is two-sided."""
+    rng = np.random.default_rng([7, int(100 * correlation), int(10 * effects[1])])
+    wrong, left = 0, reps
+    while left > 0:
+        size = min(left, 5_000)
+        d, psi = joint_draw(rng, size, effects, correlation)
+        still = np.ones(size, bool)
+        for look in LOOKS:
+            found = two_way(d[..., :look], psi[..., :look, :], alpha=look_alpha(LOOKS))
+            pairs = [
+                (accepts(one, 1.0, two_sided=side), rejects(one, 1.0, two_sided=side))
+                for one, side in zip(per_metric(found), (False, False, True), strict=True)
+            ]
+            good = np.all([pair[0] for pair in pairs], axis=0)
+            bad = np.any([pair[1] for pair in pairs], axis=0)
+            wrong += int((still & good).sum())
+            still &= ~(good | bad)
+        left -= size
+    return wrong / reps
+
+
+def joint_draw(
+    rng: np.random.Generator, size: int, effects: tuple[float, ...], correlation: float
+) -> Draw:
+    """[R, 3, S] estimates and [R, 3, S, U] influence values of three correlated metrics."""
+
+    def mixed(shape: tuple[int, ...], sd: float) -> np.ndarray:
+        common = rng.normal(0, 1, (size, 1, *shape))
+        own = rng.normal(0, 1, (size, 3, *shape))
+        return sd * (math.sqrt(correlation) * common + math.sqrt(1 - correlation) * own)
+
+    seeds = LOOKS[-1]
+    shared = mixed((1, CLUSTERS), 0.1 * math.sqrt(CLUSTERS))
+    noise = mixed((seeds, CLUSTERS), 0.5 * math.sqrt(0.2 * CLUSTERS))
+    effect = shared + noise
+    mean = effect.mean(axis=-1)
+    d = np.array(effects)[:, None] + mixed((seeds,), 0.5 * math.sqrt(0.8)) + mean
+    return d, (effect - mean[..., None]) / CLUSTERS
+
+
+def per_metric(found: Interval) -> list[Interval]:
+    """The interval of each of the three metrics from arrays [R, 3]."""
+    return [Interval(*(field[:, index] for field in vars(found).values())) for index in range(3)]
 
 
 def seeds_only(reps: int, cell: tuple[float, float]) -> float:
@@ -94,12 +171,15 @@ def seeds_only(reps: int, cell: tuple[float, float]) -> float:
 
 
 def check_rates(reps: int) -> None:
+    # 0.055 with as many replications as the record has; three standard errors more with fewer.
+    most = 0.055 if reps >= FULL else 0.06
+    assert len(CELLS) * len(LOOKS) >= 30
     for cell in CELLS:
         for seeds in LOOKS:
             found = fixed(reps, cell, delta=1.0, seeds=seeds)
             report(f"S={seeds} {cell} at the margin", found)
-            assert 0.02 <= found["accept"] <= 0.06, (cell, seeds)
-            assert found["reject"] <= 0.06, (cell, seeds)
+            assert 0.03 <= found["accept"] <= most, (cell, seeds)
+            assert found["reject"] <= most, (cell, seeds)
 
 
 def check_looks(reps: int) -> None:
@@ -111,10 +191,15 @@ def check_looks(reps: int) -> None:
 
 
 def check_power(reps: int) -> None:
+    quarter = sequential(reps, (0.25, 0.0), delta=0.0)
+    report("looks (0.25, 0.0) neutral", quarter)
+    assert quarter["accept"] > 0.99
+    assert quarter["seeds"] < 3.4
     for cell in ((0.5, 0.0), (0.5, 0.05)):
-        for seeds in LOOKS:
-            report(f"S={seeds} {cell} neutral", fixed(reps, cell, delta=0.0, seeds=seeds))
-        assert fixed(reps, cell, delta=0.0)["accept"] >= 0.95
+        for seeds, least in zip(LOOKS, (0.74, 0.96, 0.998), strict=True):
+            found = fixed(reps, cell, delta=0.0, seeds=seeds)
+            report(f"S={seeds} {cell} neutral", found)
+            assert found["accept"] >= least, (cell, seeds)
         found = sequential(reps, cell, delta=0.0)
         report(f"looks {cell} neutral", found)
         assert found["accept"] >= 0.99
@@ -123,6 +208,31 @@ def check_power(reps: int) -> None:
         report(f"looks {cell} at twice the margin", harmful)
         assert harmful["accept"] < 0.001
         assert harmful["reject"] > 0.95
+
+
+def check_joint(reps: int) -> None:
+    for correlation in (0.0, 0.7):
+        found = joint(reps, (1.0, 1.0, 1.0), correlation=correlation)
+        case = f"three metrics, correlation {correlation}, looks"
+        report(f"{case}, all at their margins", {"accept": found})
+        assert found <= 0.05
+        # The least favourable truth: one metric at its margin, the others neutral.
+        found = joint(reps, (1.0, 0.0, 0.0), correlation=correlation)
+        report(f"{case}, one at its margin", {"accept": found})
+        assert found <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / reps)
+
+
+def check_futility(reps: int) -> None:
+    for cell in ((0.5, 0.05), (1.0, 0.0)):
+        plain = sequential(reps, cell, delta=0.0)
+        stopped = sequential(reps, cell, delta=0.0, futility=True)
+        report(f"looks {cell} neutral, {reps} replications", plain)
+        report(f"looks {cell} neutral, {reps} replications, futility", stopped)
+        assert plain["accept"] - 0.1 <= stopped["accept"] <= plain["accept"]
+        harmed = sequential(reps, cell, delta=1.0, futility=True)
+        report(f"looks {cell} at the margin, {reps} replications, futility", harmed)
+        assert harmed["accept"] <= 0.06
+        assert harmed["seeds"] < sequential(reps, cell, delta=1.0)["seeds"] - 1
 
 
 def check_shared_effects(reps: int) -> None:
@@ -134,7 +244,8 @@ def check_shared_effects(reps: int) -> None:
 
 
 def report(case: str, found: dict[str, float]) -> None:
-    """Shown by pytest -s: the lines that docs/statistics.md quotes."""
+    """Shown by pytest -s, and collected for the record that docs/statistics.md quotes."""
+    REPORTED.append({"case": case, **found})
     print(f"{case}: " + ", ".join(f"{key} {value:.4f}" for key, value in found.items()))
 
 
@@ -150,16 +261,16 @@ def test_a_neutral_recipe_is_accepted_and_a_harmful_one_is_not() -> None:
     check_power(SMALL)
 
 
+def test_three_metrics_and_three_looks_together_accept_no_more_than_they_should() -> None:
+    check_joint(4_000)
+
+
+def test_stopping_the_hopeless_saves_seeds_and_accepts_nothing() -> None:
+    check_futility(600)
+
+
 def test_a_paired_t_over_seeds_is_fooled_by_shared_example_effects() -> None:
     check_shared_effects(SMALL)
-
-
-@pytest.mark.slow
-def test_error_rates_at_full_size() -> None:
-    check_rates(FULL)
-    check_looks(FULL)
-    check_power(FULL)
-    check_shared_effects(FULL)
 
 
 def test_looking_three_times_at_the_plain_level_would_accept_too_often() -> None:
@@ -265,11 +376,28 @@ def test_from_clicks_to_the_bound_at_small_size() -> None:
         assert found["seeds-only accept"] > 0.2
 
 
-@pytest.mark.slow
-def test_from_clicks_to_the_bound_at_full_size() -> None:
+def check_clicks_at_full_size(reps: int) -> None:
     # 1,500 replications: standard error 0.0056 at 0.05.
-    for metric, found in check_clicks(1500, users=3000, rows=20_000, harm=0.15).items():
+    for metric, found in check_clicks(reps, users=3000, rows=20_000, harm=0.15).items():
         report(metric, found)
         assert 0.02 <= found["accept"] <= 0.07
         assert found["reject"] <= 0.08
         assert found["seeds-only accept"] > 0.2
+
+
+FULL_SIZE: dict[str, tuple[Callable[[int], None], int]] = {
+    "rates": (check_rates, FULL),
+    "looks": (check_looks, FULL),
+    "joint": (check_joint, 20_000),
+    "power": (check_power, 40_000),
+    "shared": (check_shared_effects, 40_000),
+    "futility": (check_futility, 3_000),
+    "clicks": (check_clicks_at_full_size, 1_500),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", FULL_SIZE)
+def test_error_rates_at_full_size(part: str) -> None:
+    check, reps = FULL_SIZE[part]
+    check(reps)

@@ -55,7 +55,7 @@ def test_defaults_are_written_out() -> None:
     assert (found.null_control, found.known_bad_margins) == (True, 2.0)
     assert (found.protected, found.protected_margin_factor) == ((), 2.0)
     assert found.margins == {"name": "demo", **MARGINS["demo"]}
-    assert (found.options, found.fault, found.speed_required) == ({}, {}, False)
+    assert (found.options, found.fault, found.speed.required) == ({}, {}, False)
 
 
 def test_everything_can_be_said() -> None:

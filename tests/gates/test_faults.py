@@ -32,6 +32,13 @@ def test_known_bad_noise_does_the_promised_harm_on_average(harm: float) -> None:
     assert np.mean(drawn) == pytest.approx(harm, abs=4 * np.std(drawn, ddof=1) / 40**0.5)
 
 
+def test_noise_for_many_rows_is_found_from_their_summary() -> None:
+    z, y, w = example(150_000)
+    sd = known_bad_noise(z, y, w, relative_ne=0.001)
+    assert expected_harm(z, y, w, sd=sd) == pytest.approx(0.001, rel=1e-3)
+    assert sd != known_bad_noise(z[:100_000], y[:100_000], w[:100_000], relative_ne=0.001)
+
+
 def test_noise_is_reproducible_and_absent_at_zero() -> None:
     z, _, _ = example(100)
     assert noisy(z, 0.0, seed=1) is z

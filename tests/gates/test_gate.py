@@ -1,13 +1,8 @@
-"""The whole gate on a toy: verdicts, kill -9 and resume, promises, damaged records."""
+"""The whole gate on a toy: verdicts, resuming, promises, damaged records."""
 
 import json
-import os
-import random
 import shutil
-import signal
-import subprocess
-import sys
-import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,7 +12,9 @@ from qualitygates import judge
 from qualitygates.errors import DataError, ExperimentError, RecordError
 from qualitygates.experiment import Experiment
 from qualitygates.gate import _check_recipe_unchanged, run
+from qualitygates.locking import folder_lock
 from qualitygates.records import RunStore
+from tests.gates.killing import contents
 
 FOLDER = Path(__file__).parent
 TOML = """
@@ -49,16 +46,6 @@ def experiment(folder: Path, *, rows: int = 8000, steps: int = 60, fault: str = 
 
 def run_gate(path: Path, out: Path, *, workers: int = 2) -> dict:
     return run(Experiment.from_toml(path), out=out, workers=workers, progress=False)
-
-
-def contents(out: Path) -> dict[str, dict]:
-    kept = {}
-    for file in sorted((out / "runs").glob("*.json")):
-        record = json.loads(file.read_text())
-        for volatile in ("timing", "environment", "checksum"):
-            del record[volatile]
-        kept[file.name] = record
-    return kept
 
 
 @pytest.fixture(scope="module")
@@ -132,52 +119,13 @@ def test_planted_harm_of_twice_the_margin_is_rejected(finished, tmp_path: Path) 
     assert verdict["metrics"]["trained/ne"]["lower"] > 0.005
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(5, marks=pytest.mark.slow)])
-def test_killed_anywhere_and_resumed_it_is_bit_equal(finished, tmp_path: Path, kills: int) -> None:
+def test_a_second_gate_in_the_folder_is_refused_while_one_runs(finished) -> None:
     path, out, verdict = finished
-    resumed = tmp_path / "out"
-    command = [sys.executable, "-m", "qualitygates", "run", str(path), "--out", str(resumed)]
-    moments = random.Random(kills)
-    env = {**os.environ, "PYTHONPATH": str(FOLDER.parents[1]), "OMP_NUM_THREADS": "1"}
-    killed = 0
-    for _ in range(kills):
-        process = subprocess.Popen(
-            [*command, "--workers", "2"],
-            env=env,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        deadline, wanted = time.monotonic() + 120, len(list(resumed.glob("runs/*.json"))) + 1
-        while len(list(resumed.glob("runs/*.json"))) < wanted and time.monotonic() < deadline:
-            if process.poll() is not None:
-                break
-        # Bounded: a moment inside the next run, not before the first one is on disk.
-        wait(moments.random() * 0.3)
-        killed += process.poll() is None
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-        assert workers_are_gone(process.pid)
-    assert killed == kills
-    assert run_gate(path, resumed) == verdict
-    assert contents(resumed) == contents(out)
-
-
-def wait(seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        pass
-
-
-def workers_are_gone(group: int) -> bool:
-    """True when no process of the killed gate's group is left, after at most 10 seconds."""
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        try:
-            os.killpg(group, 0)
-        except ProcessLookupError:
-            return True
-    return False
+    with folder_lock(out), ThreadPoolExecutor(1) as other:
+        second = other.submit(run_gate, path, out)
+        with pytest.raises(ExperimentError, match=r"in use by process \d+ on .*--out"):
+            second.result()
+    assert run_gate(path, out) == verdict
 
 
 @pytest.mark.parametrize("workers", [1])

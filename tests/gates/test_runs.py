@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from qualitygates.evaluating import EVALUATION_FORMS
 from qualitygates.experiment import Experiment
-from qualitygates.runs import EVALUATION_FORMS, execute, run_inputs, stream_seed
+from qualitygates.pairing import promise_hash
+from qualitygates.runs import execute, run_inputs, stream_seed
 from qualitygates.workload import load_workload
 
 FOLDER = Path(__file__).parent
@@ -38,7 +41,10 @@ def stable(record: dict) -> dict:
 
 
 def test_same_inputs_give_the_same_record() -> None:
-    assert stable(records("candidate")[0]) == stable(records("candidate")[0])
+    first = records("candidate")[0]
+    assert stable(first) == stable(records("candidate")[0])
+    # What binds it to the margins and looks that were promised.
+    assert first["promise_hash"] == promise_hash(experiment().promise(created="at any time"))
 
 
 def test_arms_of_a_seed_share_init_order_and_evaluation_and_seeds_do_not() -> None:
@@ -114,3 +120,17 @@ def test_inputs_cover_what_matters() -> None:
     assert all(other != base for other in others)
     # Margins and looks are the judge's, not the run's: a longer gate reuses its runs.
     assert run_inputs(experiment(looks=[3, 5], margins="strict"), "candidate", 1) == base
+
+
+def test_both_arms_are_recalibrated_for_negatives_that_training_left_out() -> None:
+    plain, moved = (
+        records("baseline", evaluate={"negative_sampling_rate": rate})[0] for rate in (1.0, 0.1)
+    )
+    assert plain["training"]["loss"] == moved["training"]["loss"]
+    before, after = (run["evaluations"]["trained"]["metrics"] for run in (plain, moved))
+    assert after["auc"] == pytest.approx(before["auc"], abs=1e-12)
+    assert after["calibration"] < 0.5 * before["calibration"]
+    p = np.array(plain["evaluations"]["trained"]["prediction_sample"])
+    recalibrated = moved["evaluations"]["trained"]["prediction_sample"]
+    np.testing.assert_allclose(recalibrated, p / (p + (1 - p) / 0.1), rtol=1e-6)
+    assert plain["key"] != moved["key"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -100,3 +102,67 @@ def test_a_protected_slice_with_too_few_positives_is_inconclusive() -> None:
 def test_a_protected_slice_that_nobody_evaluated_is_refused() -> None:
     with pytest.raises(RecordError, match=r"\['tablet'\] are not in the trained evaluation"):
         judged(Effect(), protected=("tablet",))
+
+
+SMALL = {f"ad={index}": np.arange(6000) % 30 == index for index in range(6)}
+
+
+def with_small_slices(effect: Effect, names: dict[str, np.ndarray] = SMALL) -> dict:
+    data = replace(clicks(), slices=names)
+    effects = EFFECTS | {"candidate": effect}
+    return judge_records(gate((3,)), records(data, seeds=SEEDS, effects=effects, grouped=False))
+
+
+def test_slices_too_small_for_a_test_are_tested_as_one() -> None:
+    found = with_small_slices(Effect(shared=0.01, seed=0.01))
+    pooled = entry(found, "rest")
+    assert pooled["class"] == "rest"
+    assert pooled["pooled"] == sorted(SMALL)
+    assert pooled["verdict"] == "OK"
+    inside = np.any(list(SMALL.values()), axis=0)
+    assert pooled["positives"] == clicks().labels[inside].sum()
+    assert all(entry(found, name)["verdict"] == "NOT_TESTABLE" for name in SMALL)
+    # The pooled slice is one slice of those rows.
+    alone = with_small_slices(Effect(shared=0.01, seed=0.01), {"all six": inside})
+    for key in ("estimate", "lower", "upper", "p_harm", "p_worse"):
+        assert pooled[key] == pytest.approx(entry(alone, "all six")[key], rel=1e-9)
+
+
+def test_harm_in_the_pooled_rest_rejects() -> None:
+    harm = dict.fromkeys(SMALL, 0.9)
+    found = with_small_slices(Effect(seed=0.002, slice_noise=harm))
+    assert entry(found, "rest")["verdict"] == "REJECT"
+    assert found["verdict"] == "REJECT"
+    assert any(text.startswith("slice rest (trained, rest) REJECT") for text in found["reasons"])
+
+
+def test_overlapping_small_slices_do_not_count_their_rows_twice() -> None:
+    twice = SMALL | {f"again={index}": mask for index, mask in enumerate(SMALL.values())}
+    found = with_small_slices(Effect(shared=0.01, seed=0.01), twice)
+    once = entry(with_small_slices(Effect(shared=0.01, seed=0.01)), "rest")
+    pooled = entry(found, "rest")
+    assert pooled["positives"] == once["positives"]
+    assert pooled["estimate"] == pytest.approx(once["estimate"], rel=1e-9)
+
+
+def test_a_slice_of_one_class_is_not_testable_and_says_why() -> None:
+    data = clicks()
+    found = with_small_slices(Effect(shared=0.01, seed=0.01), {"no clicks": data.labels < 0.5})
+    one = entry(found, "no clicks")
+    assert (one["verdict"], one["estimate"], one["warn"]) == ("NOT_TESTABLE", None, False)
+    assert one["reason"].startswith("one class only, so its NE is undefined: 0 positives")
+    # A single small slice has nobody to be pooled with.
+    assert [entry["name"] for entry in found["slices"]] == ["no clicks", "no clicks"]
+    assert found["verdict"] == "ACCEPT"
+
+
+def test_the_list_of_exploration_is_benjamini_hochberg_and_decides_nothing() -> None:
+    found = judged(Effect(seed=0.002, slice_noise={"mobile": 0.22}), rows=20_000)
+    tested = [one for one in found["slices"] if one["p_worse"] is not None]
+    order = sorted(one["p_worse"] for one in tested)
+    limits = [0.1 * (rank + 1) / len(order) for rank in range(len(order))]
+    passed = [p for p, limit in zip(order, limits, strict=True) if p <= limit]
+    assert {one["explore"] for one in found["slices"] if one["name"] == "mobile"} == {True}
+    for one in tested:
+        assert one["explore"] == (bool(passed) and one["p_worse"] <= max(passed))
+    assert found["verdict"] == "ACCEPT"

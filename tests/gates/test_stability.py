@@ -164,3 +164,80 @@ def test_four_extra_spikes_are_too_few_to_reject() -> None:
     found = judge_stability(run)
     assert found["verdict"] == "ACCEPT"
     assert not any(entry["flagged"] for entry in found["soft"])
+
+
+def with_counters(ours: list, theirs: list | None) -> list[tuple[dict, dict]]:
+    found = pairs()
+    for baseline, candidate in found:
+        candidate["training"]["counters"] = {"amax": ours}
+        baseline["training"]["counters"] = {} if theirs is None else {"amax": theirs}
+    return found
+
+
+def jumpy(every: int) -> list[float]:
+    """A sampled counter of 100 values that spikes at every so many samples."""
+    level = 1 + 0.01 * np.sin(np.arange(100))
+    return [9.0 if index % every == every - 1 else float(level[index]) for index in range(100)]
+
+
+def test_spikes_of_a_counter_are_compared_with_the_paired_baseline() -> None:
+    found = judge_stability(with_counters(jumpy(25), jumpy(101)))
+    entry = next(one for one in found["soft"] if one["counter"] == "amax spikes")
+    assert (entry["candidate"], entry["baseline"]) == (5 * 4, 0)
+    assert entry["p_value"] == pytest.approx(0.5**20)
+    assert entry["flagged"] is True
+    assert found["verdict"] == "REJECT"
+    assert entry["candidate_level"] > entry["baseline_level"]
+    same = judge_stability(with_counters(jumpy(25), jumpy(25)))
+    assert same["verdict"] == "ACCEPT"
+
+
+def test_a_counter_that_the_baseline_cannot_have_is_listed_and_not_flagged() -> None:
+    found = judge_stability(with_counters(jumpy(25), None))
+    entry = next(one for one in found["soft"] if one["counter"] == "amax spikes")
+    assert (entry["candidate"], entry["baseline"], entry["flagged"]) == (5 * 4, None, False)
+    assert entry["baseline_level"] is None
+    assert found["verdict"] == "ACCEPT"
+
+
+@pytest.mark.parametrize(("ours", "theirs", "verdict"), [(3, 0, "REJECT"), (3, 2, "ACCEPT")])
+def test_skipped_steps_are_counted_over_all_pairs(ours: int, theirs: int, verdict: str) -> None:
+    found = pairs()
+    for baseline, candidate in found:
+        candidate["training"]["skipped_steps"] = ours
+        baseline["training"]["skipped_steps"] = theirs
+    judged = judge_stability(found)
+    entry = next(one for one in judged["soft"] if one["counter"] == "skipped steps")
+    assert (entry["candidate"], entry["baseline"]) == (5 * ours, 5 * theirs)
+    expected = binomtest(5 * ours, 5 * (ours + theirs), 0.5, alternative="greater").pvalue
+    assert entry["p_value"] == pytest.approx(expected)
+    assert judged["verdict"] == verdict
+
+
+def far_worse(factor: float) -> list[tuple[dict, dict]]:
+    found = pairs()
+    loss = found[1][1]["training"]["loss"]
+    found[1][1]["training"]["loss"] = [factor * value for value in loss]
+    return found
+
+
+def test_a_training_loss_ten_margins_above_the_baselines_is_a_hard_failure() -> None:
+    found = judge_stability(far_worse(1.06), margin=0.005)
+    assert found["verdict"] == "REJECT"
+    (text,) = found["hard"]
+    assert text.startswith("candidate, seed 12: training loss worse than the baseline's by 6.00%")
+    assert "allowed: ten NE margins, 5.00%" in text
+    assert judge_stability(far_worse(1.04), margin=0.005)["hard"] == []
+    assert judge_stability(far_worse(0.5), margin=0.005)["hard"] == []
+    # Without a margin nothing was promised that a loss could break.
+    assert judge_stability(far_worse(1.06))["hard"] == []
+
+
+def test_it_counts_for_seeds_beyond_the_look_and_not_beside_another_failure() -> None:
+    run = far_worse(1.06)
+    found = judge_stability(run[2:], beyond=run[:2], margin=0.005)
+    assert found["verdict"] == "REJECT"
+    run[1][1]["training"]["nonfinite"] = [{"step": 3, "where": "grad"}]
+    assert judge_stability(run, margin=0.005)["hard"] == [
+        "candidate, seed 12: non-finite grad at step 3"
+    ]

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from scipy import stats
+from scipy import integrate, stats
 
 from qualitygates.errors import ExperimentError
 from qualitygates.influence import Contrast
@@ -14,6 +14,7 @@ from qualitygates.verdict import (
     LOOK_ALPHAS,
     MARGINS,
     Design,
+    Interval,
     accepts,
     advise,
     judge_metric,
@@ -77,14 +78,27 @@ def test_without_example_effects_it_is_the_paired_t_interval() -> None:
     assert float(found.lower) == pytest.approx(t.low, rel=1e-9)
     assert float(found.upper) == pytest.approx(t.high, rel=1e-9)
     margin_test = stats.ttest_1samp(d, 0.2, alternative="greater")
-    assert p_harm(found, 0.2) == pytest.approx(margin_test.pvalue, rel=1e-9)
+    ours = p_harm(found, 0.2, seeds=6, clusters=psi.shape[1])
+    assert ours == pytest.approx(margin_test.pvalue, rel=1e-9)
 
 
 def test_equal_arms_have_a_point_as_interval() -> None:
     found = two_way(np.zeros(3), np.zeros((3, 60)), alpha=0.05)
     assert (float(found.lower), float(found.upper), float(found.dof)) == (0.0, 0.0, 2.0)
-    assert p_harm(found, 0.0) == 1.0
-    assert p_harm(two_way(np.ones(3), np.zeros((3, 60)), alpha=0.05), 0.5) == 0.0
+    assert p_harm(found, 0.0, seeds=3, clusters=60) == 1.0
+    harmed = two_way(np.ones(3), np.zeros((3, 60)), alpha=0.05)
+    assert p_harm(harmed, 0.5, seeds=3, clusters=60) == 0.0
+
+
+@pytest.mark.parametrize("v_seed", [1e-4, 0.2, 1.0])
+def test_p_of_harm_equals_the_behrens_fisher_integral(v_seed: float) -> None:
+    found = Interval(*(np.asarray(one) for one in (4.0, 0.0, 0.0, v_seed, 1.0, 0.0)))
+
+    def density(x: float) -> float:
+        return stats.t.pdf(x, 63) * stats.t.sf((3.5 - x) / math.sqrt(v_seed), 4)
+
+    expected, _ = integrate.quad(density, -40, 40, points=[3.5], limit=500)
+    assert p_harm(found, 0.5, seeds=5, clusters=64) == pytest.approx(expected, rel=1e-6)
 
 
 def test_clusters_without_weight_do_not_count() -> None:

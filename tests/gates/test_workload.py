@@ -79,7 +79,7 @@ def test_a_workload_of_ones_own(folder: Path) -> None:
         ("own.py:", {}, ["no function ''"]),
         ("own.py:build", {}, ["option 'rows' is missing"]),
         ("own.py:build", {"rows": 1, "date": 2}, ["unknown option 'date'", "'data'"]),
-        ("own.py:half", {}, ["lacks model, training_batches, evaluation_batches, optimizer"]),
+        ("own.py:half", {}, ["lacks model, evaluation_batches, training_batches, optimizer"]),
     ],
 )
 def test_refusals(folder: Path, name: str, options: dict[str, Any], words: list[str]) -> None:
@@ -106,8 +106,12 @@ def test_an_error_of_ones_own_workload_is_not_hidden(folder: Path) -> None:
 
 
 def test_every_shipped_workload_can_be_built(folder: Path) -> None:
-    assert set(SHIPPED) == {"flights", "clicks", "csv", "criteo"}
-    assert isinstance(load(folder, "clicks", evaluation_rows=1000, users=50, items=50), Workload)
+    assert set(SHIPPED) == {"flights", "clicks", "csv", "criteo", "part"}
+    clicks = {"evaluation_rows": 1000, "users": 50, "items": 50}
+    assert isinstance(load(folder, "clicks", **clicks), Workload)
+    assert isinstance(
+        load(folder, "part", of={"workload": "clicks", "options": clicks}, last=0.5), Workload
+    )
     for name, options in (
         ("csv", {"label": "y", "clusters": ["user"], "dense": ["x"]}),
         ("criteo", {}),

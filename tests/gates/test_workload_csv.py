@@ -220,6 +220,23 @@ def test_the_evaluation_window_is_bounded(folder: Path) -> None:
     assert [len(batch.labels) for batch in batches] == [100, 100, 50]
 
 
+def test_clusters_may_be_blocks_of_several_columns(folder: Path) -> None:
+    workload = load(folder, clusters=["user", "device x user"])
+    batch = next(iter(workload.evaluation_batches(batch_size=10_000)))
+    read = arrow_csv.read_csv(folder / "test.csv")
+    columns = [
+        np.unique(read[name].to_pylist(), return_inverse=True)[1] for name in ("device", "user")
+    ]
+    combined = np.unique(np.stack(columns), axis=1, return_inverse=True)[1].ravel()
+    found = np.unique(batch.clusters["device x user"], return_inverse=True)[1]
+    pairs = np.unique(np.stack([combined, found]), axis=1)
+    # One key a combination, and one combination a key.
+    assert pairs.shape[1] == combined.max() + 1 == found.max() + 1
+    for name in ("device x ", " x user"):
+        with pytest.raises(ExperimentError, match="blocks of several"):
+            load(folder, clusters=["user", name])
+
+
 def test_many_clusters_are_hashed(folder: Path) -> None:
     rows = 6000
     columns = table(rows, 1).set_column(7, "user", arrow.array(map(str, range(rows))))

@@ -1,28 +1,29 @@
 """Kernels in Triton, and in Gluon where plain Triton cannot reach memory speed.
 
-Not in ORDER, so nothing chooses them: they equal the reference under the interpreter, which is not
-yet shown for each of them on a GPU (tests/gpu/test_kernels_on_gpu.py).
-Triton is imported by the first call of an op, never by importing this package.
+A plan chooses them for the casts in PROVEN alone. Triton is imported by the first call of an op,
+never by importing this package.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-import math
 from functools import cache
-from typing import Any
+from importlib import import_module
+from typing import Any, Final
 
 import torch
 
 from lowprec.backends.facts import Facts
+from lowprec.backends.triton_kernels.proven import PROVEN
+from lowprec.backends.triton_kernels.views import NEAREST, View, in_memory_order
 from lowprec.blocks import Matrix
 from lowprec.errors import UnsupportedError
 from lowprec.formats import ALL, Cast
 from lowprec.rng import RandomStream
 from lowprec.tensor import QuantizedTensor
 
-OLDEST = (3, 6)
-_CAPABILITY = {"e4m3": (8, 9), "e5m2": (8, 9)}
+OLDEST: Final = (3, 6)
+_CAPABILITY: Final = {"e4m3": (8, 9), "e5m2": (8, 9)}
 
 
 @cache
@@ -38,22 +39,39 @@ def missing() -> str | None:
 
 
 def refuse(op: str, facts: Facts) -> str | None:
-    """Casts to every format without an outer scale on CUDA devices; no products."""
+    """Casts that are proven on a GPU, to formats without an outer scale; no products."""
+    reason = cannot(op, facts)
+    if reason is None:
+        unproven = [c for c in (facts.left, facts.right) if c and str(c) not in PROVEN]
+        if unproven:
+            return f"the kernel that casts to {unproven[0]} is not proven on a GPU yet"
+    return reason
+
+
+def cannot(op: str, facts: Facts) -> str | None:
+    """What the kernels cannot do at all, proven or not."""
     if op == "matmul":
         return "no products in these kernels"
     if facts.hardware.capability is None:
         return f"needs a CUDA device, this is {facts.hardware.name}"
     if reason := missing():
         return reason
-    casts = [one for one in (facts.left, facts.right) if one is not None]
-    for cast in casts:
-        if cast.format.outer:
-            return f"no cast to {cast.format.name}: its scale needs the whole tensor first"
-        if cast.stochastic:
-            return f"no stochastic rounding in the cast to {cast.format.name}"
+    for cast in (facts.left, facts.right):
+        if cast is None:
+            continue
+        if reason := _no_kernel(cast):
+            return reason
         needed = _CAPABILITY.get(cast.format.element.name, (8, 0))
         if facts.hardware.capability < needed:
             return f"needs sm{needed[0]}{needed[1]}, this is {facts.hardware}"
+    return None
+
+
+def _no_kernel(cast: Cast) -> str | None:
+    if cast.format.outer:
+        return f"no cast to {cast.format.name}: its scale needs the whole tensor first"
+    if cast.stochastic and ALL in cast.format.block:
+        return f"no stochastic rounding in the cast to {cast.format.name}"
     return None
 
 
@@ -61,9 +79,8 @@ def quantize(
     x: torch.Tensor, cast: Cast, *, axis: int, stream: RandomStream | None = None
 ) -> QuantizedTensor:
     """Cast `x` along `axis`; codes are contiguous along the contraction, whatever x's strides."""
-    if cast.stochastic or cast.format.outer or stream is not None:
-        raise UnsupportedError(f"triton: no cast to {cast}; use the reference")
-    view = _View(x, cast, axis)
+    _check(x, cast)
+    view = View.of(x, cast, axis)
     text = str(cast)
     ops = _ops()
     if ALL in cast.format.block:
@@ -71,24 +88,58 @@ def quantize(
         turned = view.by_column and cast.format.block != (ALL, ALL)
     else:
         row, column = ("", text) if view.by_column else (text, "")
-        codes, scales = ops.cast_tiles(view.data, row, column)
+        if stream is None:
+            codes, scales = ops.cast_tiles(view.data, row, column)
+        else:
+            both = [view.draws(stream, x), NEAREST]
+            first, second = both[::-1] if view.by_column else both
+            drawn = (*first.flat(), *second.flat())
+            codes, scales = ops.cast_tiles_random(view.data, row, column, *drawn)
         turned = view.by_column
     return view.result(codes, scales, turned=turned, scales_turned=False)
 
 
 def quantize_both(
-    x: torch.Tensor, row_cast: Cast, column_cast: Cast
+    x: torch.Tensor,
+    row_cast: Cast,
+    column_cast: Cast,
+    *,
+    streams: tuple[RandomStream | None, RandomStream | None] = (None, None),
 ) -> tuple[QuantizedTensor, QuantizedTensor]:
     """Cast `x` [..., R, C] along its last axis and along the one before, in one read of `x`."""
     if x.ndim < 2 or ALL in (*row_cast.format.block, *column_cast.format.block):
-        return quantize(x, row_cast, axis=-1), quantize(x, column_cast, axis=-2)
-    row, column = _View(x, row_cast, -1, merge=False), _View(x, column_cast, -2, merge=False)
+        return (
+            quantize(x, row_cast, axis=-1, stream=streams[0]),
+            quantize(x, column_cast, axis=-2, stream=streams[1]),
+        )
+    _check(x, row_cast, column_cast)
+    row, column = View.of(x, row_cast, -1, merge=False), View.of(x, column_cast, -2, merge=False)
     # Where x lies transposed in memory, the cast along its last axis runs down the columns.
-    across, down = (column, row) if row.by_column else (row, column)
-    found = _ops().cast_tiles(row.data, str(across.cast), str(down.cast))
+    turned = row.by_column
+    across, down = (column, row) if turned else (row, column)
+    texts = str(across.cast), str(down.cast)
+    if streams == (None, None):
+        found = _ops().cast_tiles(row.data, *texts)
+    else:
+        drawn = [NEAREST if s is None else row.draws(s, x) for s in streams]
+        drawn = drawn[::-1] if turned else drawn
+        found = _ops().cast_tiles_random(row.data, *texts, *drawn[0].flat(), *drawn[1].flat())
     first = across.result(found[0], found[1], turned=False, scales_turned=True)
     second = down.result(found[2], found[3], turned=True, scales_turned=False)
-    return (second, first) if row.by_column else (first, second)
+    return (second, first) if turned else (first, second)
+
+
+def _check(x: torch.Tensor, *casts: Cast) -> None:
+    for cast in casts:
+        if reason := _no_kernel(cast):
+            raise UnsupportedError(f"triton: {reason}; use the reference")
+    from lowprec.backends.triton_kernels import launch
+
+    if not x.is_cuda and not launch.INTEGER:
+        raise UnsupportedError(
+            f"triton: the tensor is on {x.device}, its kernels run on CUDA devices; plan again on "
+            "the machine that runs, or use the reference"
+        )
 
 
 def dequantize(q: QuantizedTensor, *, dtype: torch.dtype) -> torch.Tensor:
@@ -96,7 +147,7 @@ def dequantize(q: QuantizedTensor, *, dtype: torch.dtype) -> torch.Tensor:
     if q.outer is not None:
         raise UnsupportedError(f"triton: no values of {q.format.name}; use the reference")
     codes, scales = Matrix.of(q.codes, q.format, q.axis), Matrix.of(q.scales, q.format, q.axis)
-    data, by_column, flipped = _in_memory_order(codes.data, codes.axis)
+    data, by_column, flipped = in_memory_order(codes.data, codes.axis)
     scale = scales.data.mT if flipped else scales.data
     scale = scale.reshape(data.shape[0], *scale.shape[-2:]).contiguous()
     narrow = torch.float32 if dtype == torch.float64 else dtype
@@ -114,63 +165,49 @@ def round_trip(
     """
     if ALL in cast.format.block or cast.format.outer:
         raise UnsupportedError(f"triton: no one-pass round trip through {cast.format.name}")
-    view = _View(x, cast, axis)
+    view = View.of(x, cast, axis)
     out = _ops().round_trip(view.data, str(cast), view.by_column, dtype)
     return view.restore(out, turned=False, is_scale=False)
 
 
-def _in_memory_order(x: torch.Tensor, axis: int) -> tuple[torch.Tensor, bool, bool]:
-    """[..., R, C] as [B, R, C] with unit stride along C; cast by column?; R and C exchanged?"""
-    flipped = x.stride(-1) != 1 and x.stride(-2) == 1
-    data, axis = (x.mT, -3 - axis) if flipped else (x, axis)
-    data = data.reshape(math.prod(data.shape[:-2]), *data.shape[-2:])
-    if data.stride(-1) != 1:
-        # A single column has any stride; others are brought into order.
-        one = data.shape[-1] == 1
-        data = data.as_strided(data.shape, (*data.stride()[:-1], 1)) if one else data.contiguous()
-    return data, axis == -2, flipped
-
-
-class _View:
-    """A tensor as the ops take it, and the way back to its own shape."""
-
-    def __init__(self, x: torch.Tensor, cast: Cast, axis: int, *, merge: bool = True) -> None:
-        self.cast = cast
-        self.matrix = Matrix.of(x, cast.format, axis)
-        source = self.matrix.data.detach()
-        source = source.float() if source.dtype == torch.float64 else source
-        data, self.by_column, self.flipped = _in_memory_order(source, self.matrix.axis)
-        self.batch, self.rows, self.cols = data.shape
-        # Rows that are cast alone need no batches.
-        mergeable = self.rows > 0 and data.stride(0) == self.rows * data.stride(1)
-        alone = cast.format.block[0] == 1 and not self.by_column
-        self.merged = merge and alone and mergeable and self.batch > 1
-        self.data = data.reshape(1, -1, self.cols) if self.merged else data
-
-    def restore(self, t: torch.Tensor, *, turned: bool, is_scale: bool) -> torch.Tensor:
-        """Give codes, scales or values in the order of memory the layout of the source."""
-        if self.merged:
-            t = t[0].unflatten(0, (self.batch, self.rows))
-        t = t.mT if self.flipped != turned else t
-        lead = self.matrix.data.shape[:-2]
-        t = t.unflatten(0, lead) if lead else t[0]
-        return self.matrix.restore(t, is_scale=is_scale)
-
-    def result(
-        self, codes: torch.Tensor, scales: torch.Tensor, *, turned: bool, scales_turned: bool
-    ) -> QuantizedTensor:
-        """The tensor that the ops' codes and scales are."""
-        codes = codes[..., : self.rows if turned else self.cols]
-        return QuantizedTensor(
-            codes=self.restore(codes, turned=turned, is_scale=False),
-            scales=self.restore(scales, turned=scales_turned, is_scale=True),
-            format=self.cast.format,
-            axis=self.matrix.source_axis,
-        )
-
-
 def _ops() -> Any:
-    from lowprec.backends.triton_kernels import launch  # registers the ops
+    # These register the ops.
+    from lowprec.backends.triton_kernels import launch, span_ops, value_ops
 
-    del launch
+    del launch, span_ops, value_ops
     return torch.ops.lowprec
+
+
+def fits_rotation(cast: Cast) -> bool:
+    """Whether a kernel rotates and casts: blocks of one row, power-of-two scales, and proven."""
+    return _one_row(cast) and cast.format.block[1] % 32 == 0 and f"rotation + {cast}" in PROVEN
+
+
+def fits_norm(cast: Cast) -> bool:
+    """Whether a kernel normalizes and casts: as for a rotation, and to nearest."""
+    return _one_row(cast) and not cast.stochastic and f"norm + {cast}" in PROVEN
+
+
+def _one_row(cast: Cast) -> bool:
+    across, along = cast.format.block
+    return across == 1 and along > 0 and cast.format.power_of_two
+
+
+# The fused ops and where they are, so that Triton is not imported before one is asked for.
+_LATER: Final = {
+    "normalize": "fused",
+    "normalize_again": "fused",
+    "normalize_backward": "fused",
+    "normalize_both": "fused",
+    "normalized": "fused",
+    "rotate_quantize": "rotated",
+    "from_swizzled": "scale_layouts",
+    "padded_scales": "scale_layouts",
+    "to_swizzled": "scale_layouts",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)

@@ -147,6 +147,34 @@ def encode(values, ELEMENT: tl.constexpr, INTEGER: tl.constexpr):
 
 
 @triton.jit
+def encode_random(values, words, ELEMENT: tl.constexpr):
+    """Codes (uint8) of float32 values that are not NaN, up or down by random words (int32).
+
+    As reference.encode_stochastic: what is cut from a normal value against the low bits of the
+    word, what is cut from a subnormal one, in 28 bits, against its upper 28.
+    """
+    FIELDS: tl.constexpr = layout_of(ELEMENT)
+    MANTISSA: tl.constexpr = FIELDS[0]
+    BIAS: tl.constexpr = FIELDS[1]
+    SIGN: tl.constexpr = FIELDS[2]
+    MAX_CODE: tl.constexpr = FIELDS[3]
+    SHIFT: tl.constexpr = 23 - MANTISSA
+    # 2^28 quanta, as a multiplier: a magnitude below the smallest normal stays below 2^31.
+    FIXED: tl.constexpr = 2.0 ** (28 + BIAS - 1 + MANTISSA)
+    bits = values.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    normal = ((magnitude + (words & ((1 << SHIFT) - 1))) >> SHIFT) - ((127 - BIAS) << MANTISSA)
+    # Larger magnitudes are cleared first: their conversion to an integer is not defined.
+    small = magnitude < ((128 - BIAS) << 23)
+    tiny = tl.where(small, magnitude, 0).to(tl.float32, bitcast=True)
+    fixed = (tiny * FIXED).to(tl.int32).to(tl.uint32, bitcast=True)
+    chance = words.to(tl.uint32, bitcast=True) >> 4
+    subnormal = ((fixed + chance) >> 28).to(tl.int32, bitcast=True)
+    code = tl.minimum(tl.where(small, subnormal, normal), MAX_CODE)
+    return (code | (((bits >> 31) & 1) << SIGN)).to(tl.uint8)
+
+
+@triton.jit
 def decode(codes, ELEMENT: tl.constexpr):
     """float32 values of codes, NaN and Inf codes excepted (a cast never writes them)."""
     WIDEN: tl.constexpr = widening(ELEMENT)

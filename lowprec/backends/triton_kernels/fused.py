@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from lowprec.errors import UnsupportedError
-from lowprec.formats import Cast
+from lowprec.formats import ALL, Cast
 from lowprec.tensor import QuantizedTensor
 
 WIDEST = 16384
@@ -28,6 +29,17 @@ class Normalized:
     source: torch.Tensor
     mean: torch.Tensor | None
     rstd: torch.Tensor
+
+    @property
+    def statistics(self) -> list[torch.Tensor]:
+        """rstd, and mean where there is one."""
+        return [self.rstd] if self.mean is None else [self.rstd, self.mean]
+
+
+def normalized(source: torch.Tensor, statistics: Sequence[torch.Tensor]) -> Normalized:
+    """What `normalize` found, from its source and `Normalized.statistics`, without the result."""
+    mean = statistics[1] if len(statistics) > 1 else None
+    return Normalized(source, source, mean, statistics[0])
 
 
 def normalize(
@@ -55,6 +67,68 @@ def normalize(
     rstd, mean = out.pop(0), out.pop(0) if centered else None
     source = x if residual is None else out.pop(0).view(x.shape)
     return Normalized(_result(out, x, cast), source, mean, rstd)
+
+
+def normalize_both(
+    x: torch.Tensor,
+    casts: tuple[Cast, Cast],
+    *,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    centered: bool = False,
+    residual: torch.Tensor | None = None,
+) -> tuple[Normalized, QuantizedTensor]:
+    """`normalize` with casts along the last axis of x and along its rows, all leading axes joined.
+
+    The second result is cast along axis -2 of [rows, columns]. Raises UnsupportedError as
+    `normalize` does, except that blocks of several rows are taken.
+    """
+    check(x, None, "norm")
+    for cast in casts:
+        _check_blocks(cast, "norm")
+    flat, other = _flat(x), None if residual is None else _flat(residual)
+    texts = str(casts[0]), str(casts[1])
+    out = list(_ops().norm_both(flat, other, weight, bias, eps, centered, *texts))
+    rstd, mean = out.pop(0), out.pop(0) if centered else None
+    source = x if residual is None else out.pop(0).view(x.shape)
+    rows, cols = flat.shape
+    codes, scales, codes_t, scales_t = out
+    row = QuantizedTensor(
+        codes[:, :cols].reshape(x.shape),
+        scales.mT.reshape(*x.shape[:-1], -1) if casts[0].format.block[0] == 1 else scales.mT,
+        casts[0].format,
+        -1,
+    )
+    column = QuantizedTensor(codes_t[:, :rows].mT, scales_t, casts[1].format, -2)
+    return Normalized(row, source, mean, rstd), column
+
+
+def normalize_again(
+    done: Normalized,
+    cast: Cast | None,
+    *,
+    axis: int = -1,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> QuantizedTensor | torch.Tensor:
+    """What `normalize` found, from its source and statistics, cast along `axis` (-1 or -2).
+
+    The bits are those of the first time. All leading axes are joined: [rows, columns].
+    """
+    flat = _flat(done.source)
+    rows = flat.shape[0]
+    if cast is not None:
+        _check_blocks(cast, "norm")
+    text = "" if cast is None else str(cast)
+    row, column = (text, "") if axis == -1 else ("", text)
+    out = _ops().norm_again(flat, weight, bias, done.mean, done.rstd, row, column)
+    if cast is None:
+        values: torch.Tensor = out[0]
+        return values
+    if axis == -1:
+        return QuantizedTensor(out[0], out[1], cast.format, -1)
+    return QuantizedTensor(out[0][:, :rows].mT, out[1], cast.format, -2)
 
 
 def normalize_backward(
@@ -109,8 +183,13 @@ def check(x: torch.Tensor, cast: Cast | None, what: str) -> None:
         raise UnsupportedError(f"{what}: x is {x.dtype}; use float32, bfloat16 or float16")
     if cast is None:
         return
-    across, along = cast.format.block
-    if across != 1 or along < 1 or cast.stochastic or not cast.format.power_of_two:
+    if cast.format.block[0] != 1:
+        raise UnsupportedError(f"{what}: no fused cast to {cast}; use blocks of one row, nearest")
+    _check_blocks(cast, what)
+
+
+def _check_blocks(cast: Cast, what: str) -> None:
+    if ALL in cast.format.block or cast.stochastic or not cast.format.power_of_two:
         raise UnsupportedError(f"{what}: no fused cast to {cast}; use blocks of one row, nearest")
 
 
@@ -131,7 +210,7 @@ def _result(
 
 
 def _ops() -> Any:
-    from lowprec.backends.triton_kernels import fused_ops  # registers the ops
+    from lowprec.backends.triton_kernels import gate_ops, norm_ops  # register the ops
 
-    del fused_ops
+    del gate_ops, norm_ops
     return torch.ops.lowprec

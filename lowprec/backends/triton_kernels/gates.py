@@ -9,13 +9,9 @@ activation followed by a cast has the same codes.
 import triton
 import triton.language as tl
 
-from lowprec.backends.triton_kernels.codec import (
-    as_float32,
-    round_through,
-    round_to,
-    stored_scale,
-)
-from lowprec.backends.triton_kernels.tiles import cast_blocks
+from lowprec.backends.triton_kernels.codec import as_float32, round_through, round_to
+from lowprec.backends.triton_kernels.places import offsets, place, start, within
+from lowprec.backends.triton_kernels.tiles import store_row
 
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
 _DENSITY = tl.constexpr(0.3989422804014327)
@@ -48,6 +44,14 @@ def activation(x, KIND: tl.constexpr):
     return value, slope
 
 
+@triton.jit
+def _load(source, first_r, first_c, stride, inside, WIDE: tl.constexpr):
+    """float32 values of a tile of a matrix with rows `stride` elements apart."""
+    at = source + start(0, 0, first_r, stride, first_c)
+    at += offsets(stride, inside.shape[0], inside.shape[1], WIDE)
+    return as_float32(tl.load(at, mask=inside, other=0))
+
+
 @triton.jit(do_not_specialize=["rows", "units", "gate_unit", "up_unit"])
 def gate_tiles(
     gate,
@@ -65,31 +69,25 @@ def gate_tiles(
     DTYPE: tl.constexpr,
     TILE_R: tl.constexpr,
     TILE_C: tl.constexpr,
+    WIDE: tl.constexpr,
     INTEGER: tl.constexpr,
 ):
     """activation(gate) * up of one tile, and its codes by row; up, y and codes may be None."""
     cols = units * UNIT
-    col_tiles = tl.cdiv(cols, TILE_C)
-    pr, pc = tl.program_id(0) // col_tiles, tl.program_id(0) % col_tiles
-    r = (pr * TILE_R + tl.arange(0, TILE_R)).to(tl.int64)
-    c = pc * TILE_C + tl.arange(0, TILE_C)
-    inside = (r < rows)[:, None] & (c < cols)[None, :]
-    at = r[:, None] * gate_unit * UNIT + c[None, :]
-    value, _ = activation(as_float32(tl.load(gate + at, mask=inside, other=0)), KIND)
+    _, first_r, first_c = place(rows, cols, TILE_R, TILE_C)
+    inside = within(first_r, first_c, rows, cols, TILE_R, TILE_C)
+    value, _ = activation(_load(gate, first_r, first_c, gate_unit * UNIT, inside, WIDE), KIND)
     if up is not None:
-        at = r[:, None] * up_unit * UNIT + c[None, :]
-        value = value * as_float32(tl.load(up + at, mask=inside, other=0))
-    flat = r[:, None] * cols + c[None, :]
+        value = value * _load(up, first_r, first_c, up_unit * UNIT, inside, WIDE)
     if y is not None:
-        tl.store(y + flat, round_to(value, DTYPE, INTEGER), mask=inside)
+        to = y + start(0, 0, first_r, cols, first_c) + offsets(cols, TILE_R, TILE_C, WIDE)
+        tl.store(to, round_to(value, DTYPE, INTEGER), mask=inside)
     if SPEC is not None:
-        q, biased = cast_blocks(round_through(value, DTYPE, INTEGER), SPEC, INTEGER)
-        tl.store(codes + flat, q, mask=inside)
-        blocks = tl.cdiv(cols, SPEC[3])
-        j = pc * (TILE_C // SPEC[3]) + tl.arange(0, TILE_C // SPEC[3])
-        where = r[:, None] * blocks + j[None, :]
-        within = (r < rows)[:, None] & (j < blocks)[None, :]
-        tl.store(scales + where, stored_scale(biased, SPEC[4]), mask=within)
+        batch = tl.full([], 0, tl.int64)
+        store_row(
+            round_through(value, DTYPE, INTEGER), None, codes, scales, batch, first_r, first_c,
+            rows, cols, cols, SPEC, False, WIDE, INTEGER,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "units", "dy_unit", "gate_unit", "up_unit"])
@@ -109,21 +107,17 @@ def gate_backward_tiles(
     DTYPE: tl.constexpr,
     TILE_R: tl.constexpr,
     TILE_C: tl.constexpr,
+    WIDE: tl.constexpr,
     INTEGER: tl.constexpr,
 ):
     """dgate = dy up activation'(gate) and dup = dy activation(gate) of one tile."""
     cols = units * UNIT
-    col_tiles = tl.cdiv(cols, TILE_C)
-    pr, pc = tl.program_id(0) // col_tiles, tl.program_id(0) % col_tiles
-    r = (pr * TILE_R + tl.arange(0, TILE_R)).to(tl.int64)
-    c = pc * TILE_C + tl.arange(0, TILE_C)
-    inside = (r < rows)[:, None] & (c < cols)[None, :]
-    flat = r[:, None] * cols + c[None, :]
-    at = r[:, None] * gate_unit * UNIT + c[None, :]
-    value, slope = activation(as_float32(tl.load(gate + at, mask=inside, other=0)), KIND)
-    d = as_float32(tl.load(dy + r[:, None] * dy_unit * UNIT + c[None, :], mask=inside, other=0))
+    _, first_r, first_c = place(rows, cols, TILE_R, TILE_C)
+    inside = within(first_r, first_c, rows, cols, TILE_R, TILE_C)
+    to = start(0, 0, first_r, cols, first_c) + offsets(cols, TILE_R, TILE_C, WIDE)
+    value, slope = activation(_load(gate, first_r, first_c, gate_unit * UNIT, inside, WIDE), KIND)
+    d = _load(dy, first_r, first_c, dy_unit * UNIT, inside, WIDE)
     if up is not None:
-        tl.store(dup + flat, round_to(d * value, DTYPE, INTEGER), mask=inside)
-        at = r[:, None] * up_unit * UNIT + c[None, :]
-        d = d * as_float32(tl.load(up + at, mask=inside, other=0))
-    tl.store(dgate + flat, round_to(d * slope, DTYPE, INTEGER), mask=inside)
+        tl.store(dup + to, round_to(d * value, DTYPE, INTEGER), mask=inside)
+        d = d * _load(up, first_r, first_c, up_unit * UNIT, inside, WIDE)
+    tl.store(dgate + to, round_to(d * slope, DTYPE, INTEGER), mask=inside)

@@ -86,7 +86,7 @@ def _descriptor(t: torch.Tensor, tile_r: int, tile_c: int) -> Any:
 def cast(
     x: torch.Tensor, row: str, column: str, out: list[torch.Tensor], shape: Shape | None = None
 ) -> None:
-    """Fill `out` (codes and scales by row if asked for, then by column); see launch._outputs."""
+    """Fill `out` (codes and scales by row if asked for, then by column); see launch.outputs."""
     specs = _specs(row, column)
     _, rows, cols = x.shape
     chosen = shape or shape_for(specs, x.element_size())

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from lowprec.backends.triton_kernels.codec import amax_bits, as_float32, encode
+from lowprec.backends.triton_kernels.places import offsets, place, start, within
 
 
 @triton.jit
@@ -27,6 +28,7 @@ def partial_maxima(
     BY_COLUMN: tl.constexpr,
     TILE_R: tl.constexpr,
     TILE_C: tl.constexpr,
+    WIDE: tl.constexpr,
     INTEGER: tl.constexpr,
 ):
     """Bits of the largest magnitudes of one tile: [batch, rows, tiles] or [batch, tiles, columns].
@@ -34,23 +36,20 @@ def partial_maxima(
     See tiles.cast_tiles for the source.
     """
     cols = units * UNIT
-    row_tiles = tl.cdiv(rows, TILE_R)
-    col_tiles = tl.cdiv(cols, TILE_C)
-    tile = tl.program_id(0)
-    batch = (tile // (row_tiles * col_tiles)).to(tl.int64)
-    tile = tile % (row_tiles * col_tiles)
-    pr, pc = tile // col_tiles, tile % col_tiles
-    r = (pr * TILE_R + tl.arange(0, TILE_R)).to(tl.int64)
-    c = (pc * TILE_C + tl.arange(0, TILE_C)).to(tl.int64)
-    inside = (r < rows)[:, None] & (c < cols)[None, :]
-    where = batch * source_batch * UNIT + r[:, None] * source_unit * UNIT + c[None, :]
-    values = as_float32(tl.load(source + where, mask=inside, other=0))
+    batch, first_r, first_c = place(rows, cols, TILE_R, TILE_C)
+    at = source + start(batch * source_batch, UNIT, first_r, source_unit * UNIT, first_c)
+    inside = within(first_r, first_c, rows, cols, TILE_R, TILE_C)
+    at += offsets(source_unit * UNIT, TILE_R, TILE_C, WIDE)
+    values = as_float32(tl.load(at, mask=inside, other=0))
+    r, c = first_r + tl.arange(0, TILE_R), first_c + tl.arange(0, TILE_C)
     if BY_COLUMN:
         found = amax_bits(values, 0, INTEGER)
-        tl.store(maxima + (batch * row_tiles + pr) * cols + c, found, mask=c < cols)
+        line = batch * tl.cdiv(rows, TILE_R) + first_r // TILE_R
+        tl.store(maxima + line * cols + c, found, mask=c < cols)
     else:
         found = amax_bits(values, 1, INTEGER)
-        tl.store(maxima + (batch * rows + r) * col_tiles + pc, found, mask=r < rows)
+        to = (batch * rows + r) * tl.cdiv(cols, TILE_C) + first_c // TILE_C
+        tl.store(maxima + to, found, mask=r < rows)
 
 
 @triton.jit(do_not_specialize=["rows", "units", "source_batch", "source_unit"])
@@ -69,6 +68,7 @@ def encode_spans(
     TURN: tl.constexpr,
     TILE_R: tl.constexpr,
     TILE_C: tl.constexpr,
+    WIDE: tl.constexpr,
     INTEGER: tl.constexpr,
 ):
     """Codes of one tile under scales that are known: SCALE says one by "row", "column", "tensor".
@@ -76,16 +76,12 @@ def encode_spans(
     TURN writes them transposed, with rows of `pitch` bytes. See tiles.cast_tiles for the source.
     """
     cols = units * UNIT
-    row_tiles = tl.cdiv(rows, TILE_R)
-    col_tiles = tl.cdiv(cols, TILE_C)
-    tile = tl.program_id(0)
-    batch = (tile // (row_tiles * col_tiles)).to(tl.int64)
-    tile = tile % (row_tiles * col_tiles)
-    r = ((tile // col_tiles) * TILE_R + tl.arange(0, TILE_R)).to(tl.int64)
-    c = ((tile % col_tiles) * TILE_C + tl.arange(0, TILE_C)).to(tl.int64)
-    inside = (r < rows)[:, None] & (c < cols)[None, :]
-    where = batch * source_batch * UNIT + r[:, None] * source_unit * UNIT + c[None, :]
-    values = as_float32(tl.load(source + where, mask=inside, other=0))
+    batch, first_r, first_c = place(rows, cols, TILE_R, TILE_C)
+    at = source + start(batch * source_batch, UNIT, first_r, source_unit * UNIT, first_c)
+    inside = within(first_r, first_c, rows, cols, TILE_R, TILE_C)
+    at += offsets(source_unit * UNIT, TILE_R, TILE_C, WIDE)
+    values = as_float32(tl.load(at, mask=inside, other=0))
+    r, c = first_r + tl.arange(0, TILE_R), first_c + tl.arange(0, TILE_C)
     if SCALE == "row":
         scale = tl.load(scales + batch * rows + r, mask=r < rows, other=1.0)[:, None]
     elif SCALE == "column":
@@ -94,10 +90,12 @@ def encode_spans(
         scale = tl.load(scales + batch + tl.zeros([1], tl.int64))[:, None]
     q = _divided(values, scale, ELEMENT, INTEGER)
     if TURN:
-        to = (batch * cols + c)[:, None] * pitch + r[None, :]
-        tl.store(codes + to, tl.trans(q), mask=tl.trans(inside))
+        to = codes + start(batch, cols.to(tl.int64) * pitch, first_c, pitch, first_r)
+        turned = within(first_c, first_r, cols, pitch, TILE_C, TILE_R)
+        tl.store(to + offsets(pitch, TILE_C, TILE_R, WIDE), tl.trans(q), mask=turned)
     else:
-        tl.store(codes + (batch * rows + r)[:, None] * pitch + c[None, :], q, mask=inside)
+        to = codes + start(batch, rows.to(tl.int64) * pitch, first_r, pitch, first_c)
+        tl.store(to + offsets(pitch, TILE_R, TILE_C, WIDE), q, mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "units", "source_unit"])
@@ -113,21 +111,24 @@ def cast_whole_rows(
     MAX: tl.constexpr,
     TILE_R: tl.constexpr,
     TILE_C: tl.constexpr,
+    WIDE: tl.constexpr,
     INTEGER: tl.constexpr,
 ):
     """Cast TILE_R rows of at most TILE_C columns with one scale a row, in one read."""
     cols = units * UNIT
-    r = (tl.program_id(0) * TILE_R + tl.arange(0, TILE_R)).to(tl.int64)
-    c = tl.arange(0, TILE_C)
-    inside = (r < rows)[:, None] & (c < cols)[None, :]
-    where = r[:, None] * source_unit * UNIT + c[None, :]
-    values = as_float32(tl.load(source + where, mask=inside, other=0))
+    first_r = tl.program_id(0) * TILE_R
+    inside = within(first_r, 0, rows, cols, TILE_R, TILE_C)
+    at = source + first_r.to(tl.int64) * source_unit * UNIT
+    at += offsets(source_unit * UNIT, TILE_R, TILE_C, WIDE)
+    values = as_float32(tl.load(at, mask=inside, other=0))
     bits = amax_bits(values, 1, INTEGER)
     amax = bits.to(tl.float32, bitcast=True)
     scale = tl.div_rn(amax, tl.full([TILE_R], MAX, tl.float32))
     scale = tl.where(scale < 1.1754943508222875e-38, 1.1754943508222875e-38, scale)
     nan = tl.full([TILE_R], 0x7FC00000, tl.int32).to(tl.float32, bitcast=True)
     scale = tl.where(bits >= 0x7F800000, nan, scale)
+    r = first_r + tl.arange(0, TILE_R)
     tl.store(scales + r, scale, mask=r < rows)
     q = _divided(values, scale[:, None], ELEMENT, INTEGER)
-    tl.store(codes + r[:, None] * cols + c[None, :], q, mask=inside)
+    to = codes + first_r.to(tl.int64) * cols + offsets(cols, TILE_R, TILE_C, WIDE)
+    tl.store(to, q, mask=inside)

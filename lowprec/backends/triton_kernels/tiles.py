@@ -16,18 +16,20 @@ from lowprec.backends.triton_kernels.codec import (
     as_float32,
     encode,
     encode_multiplier,
+    encode_random,
     scale_bytes,
     stored_scale,
 )
+from lowprec.backends.triton_kernels.draws import tile_words
+from lowprec.backends.triton_kernels.places import offsets, place, start, within
 
 
 @triton.jit
-def cast_blocks(
-    values,
-    SPEC: tl.constexpr,
-    INTEGER: tl.constexpr,
-):
-    """Codes [R, C] and scale bytes [R / block rows, C / block columns] of float32 values [R, C]."""
+def cast_blocks(values, words, SPEC: tl.constexpr, INTEGER: tl.constexpr):
+    """Codes [R, C] and scale bytes [R / block rows, C / block columns] of float32 values [R, C].
+
+    words: int32 [R, C] for stochastic rounding, or None.
+    """
     ELEMENT: tl.constexpr = SPEC[0]
     RULE: tl.constexpr = SPEC[1]
     BLOCK_R: tl.constexpr = SPEC[2]
@@ -44,102 +46,238 @@ def cast_blocks(
         spread = biased[:, None, :]
     else:
         blocks = values.reshape(R // BLOCK_R, BLOCK_R, C // BLOCK_C, BLOCK_C)
-        within = amax_bits(blocks, 3, INTEGER).to(tl.float32, bitcast=True)
-        biased = scale_bytes(amax_bits(within, 1, INTEGER), ELEMENT, RULE)
+        held = amax_bits(blocks, 3, INTEGER).to(tl.float32, bitcast=True)
+        biased = scale_bytes(amax_bits(held, 1, INTEGER), ELEMENT, RULE)
         spread = biased[:, None, :, None]
     scaled = tl.where(spread == 255, 0.0, blocks * encode_multiplier(spread))
-    return encode(scaled, ELEMENT, INTEGER).reshape(R, C), biased
+    if words is None:
+        codes = encode(scaled, ELEMENT, INTEGER).reshape(R, C)
+    else:
+        codes = encode_random(scaled.reshape(R, C), words, ELEMENT)
+    return codes, biased
 
 
 @triton.jit
-def _store_scales(
-    scales, biased, first, second, limit_1, limit_2, TURN: tl.constexpr, E8M0: tl.constexpr
+def store_scales(
+    scales, biased, batch, first, second, limit_1, limit_2, TURN: tl.constexpr, E8M0: tl.constexpr
 ):
-    """Store [n1, n2] scales at row first + i, column second + j of [limit_1, limit_2].
+    """Store [n1, n2] scales at row first + i, column second + j of [batch, limit_1, limit_2].
 
     TURN stores into the transposed matrix.
     """
     i = first + tl.arange(0, biased.shape[0])
     j = second + tl.arange(0, biased.shape[1])
     inside = (i < limit_1)[:, None] & (j < limit_2)[None, :]
-    i, j = i.to(tl.int64), j.to(tl.int64)
-    i, j = i[:, None], j[None, :]
+    i, j = i.to(tl.int64)[:, None], j.to(tl.int64)[None, :]
     where = i + j * limit_1 if TURN else i * limit_2 + j
-    tl.store(scales + where, stored_scale(biased, E8M0), mask=inside)
+    to = scales + batch * limit_1 * limit_2 + where
+    tl.store(to, stored_scale(biased, E8M0), mask=inside)
+
+
+@triton.jit
+def store_row(
+    values,
+    words,
+    codes,
+    scales,
+    batch,
+    first_r,
+    first_c,
+    rows,
+    cols,
+    pitch,
+    SPEC: tl.constexpr,
+    TURN_SCALES: tl.constexpr,
+    WIDE: tl.constexpr,
+    INTEGER: tl.constexpr,
+):
+    """Cast float32 values of a tile by row; rows of codes are `pitch` bytes apart."""
+    R: tl.constexpr = values.shape[0]
+    C: tl.constexpr = values.shape[1]
+    q, biased = cast_blocks(values, words, SPEC, INTEGER)
+    to = codes + start(batch, rows.to(tl.int64) * pitch, first_r, pitch, first_c)
+    tl.store(to + offsets(pitch, R, C, WIDE), q, mask=within(first_r, first_c, rows, cols, R, C))
+    store_scales(
+        scales,
+        biased,
+        batch,
+        first_r // SPEC[2],
+        first_c // SPEC[3],
+        tl.cdiv(rows, SPEC[2]),
+        tl.cdiv(cols, SPEC[3]),
+        TURN_SCALES,
+        SPEC[4],
+    )
+
+
+@triton.jit
+def store_column(
+    stored,
+    words,
+    codes,
+    scales,
+    batch,
+    first_r,
+    first_c,
+    rows,
+    cols,
+    pitch,
+    SPEC: tl.constexpr,
+    WIDE: tl.constexpr,
+    INTEGER: tl.constexpr,
+):
+    """Cast a tile by column into transposed codes, whose rows are `pitch` bytes apart.
+
+    stored: the values as memory has them. What has 16 bits is turned before the cast: bytes are
+    moved one by one, pairs of bytes by the eight. SPEC has the blocks of the transposed tile.
+    """
+    R: tl.constexpr = stored.shape[0]
+    C: tl.constexpr = stored.shape[1]
+    turned = None if words is None else tl.trans(words)
+    q, biased = cast_blocks(as_float32(tl.trans(stored)), turned, SPEC, INTEGER)
+    to = codes + start(batch, cols.to(tl.int64) * pitch, first_c, pitch, first_r)
+    # Up to the pitch, not to `rows`: of that the compiler knows that 16 divides it.
+    tl.store(to + offsets(pitch, C, R, WIDE), q, mask=within(first_c, first_r, cols, pitch, C, R))
+    store_scales(
+        scales,
+        biased,
+        batch,
+        first_c // SPEC[2],
+        first_r // SPEC[3],
+        tl.cdiv(cols, SPEC[2]),
+        tl.cdiv(rows, SPEC[3]),
+        True,
+        SPEC[4],
+    )
 
 
 # Integers are not specialized: UNIT says what the compiler needs of them.
-@triton.jit(do_not_specialize=["rows", "units", "source_batch", "source_unit", "pitch", "pitch_t"])
+@triton.jit(
+    do_not_specialize=[
+        "rows",
+        "units",
+        "source_batch",
+        "source_unit",
+        "pitch",
+        "pitch_t",
+        "first_call",
+        "key_0",
+        "key_1",
+        "first_call_t",
+        "key_2",
+        "key_3",
+    ]
+)
 def cast_tiles(
     source,
     codes,
     scales,
     codes_t,
     scales_t,
+    words,
+    words_t,
     rows,
     units,
     source_batch,
     source_unit,
     pitch,
     pitch_t,
+    first_call,
+    key_0,
+    key_1,
+    first_call_t,
+    key_2,
+    key_3,
     UNIT: tl.constexpr,
     PITCH_UNIT: tl.constexpr,
     ROW: tl.constexpr,
     COLUMN: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPS_T: tl.constexpr,
     TILE_R: tl.constexpr,
     TILE_C: tl.constexpr,
+    WIDE: tl.constexpr,
     INTEGER: tl.constexpr,
 ):
     """Cast one [TILE_R, TILE_C] tile of a [batch, rows, units * UNIT] source a program.
 
-    ROW and COLUMN say each output: (element, rule, block rows, block columns, is E8M0), or None.
+    ROW and COLUMN say each output: (element, rule, block rows, block columns, is E8M0), or None;
+    COLUMN in the coordinates of the transposed output.
     UNIT divides the columns and the strides: known at compile time, it widens the accesses.
     The row stride is source_unit * UNIT, the batch stride source_batch * UNIT, the row strides of
-    codes and codes_t are pitch and pitch_t times PITCH_UNIT.
+    codes and codes_t are pitch and pitch_t times PITCH_UNIT. GROUPS, words, a call and its key say
+    the random words by row, the second ones those by column, see draws.tile_words;
+    no groups rounds to nearest.
     """
     cols = units * UNIT
-    row_tiles = tl.cdiv(rows, TILE_R)
-    col_tiles = tl.cdiv(cols, TILE_C)
-    tile = tl.program_id(0)
-    batch = (tile // (row_tiles * col_tiles)).to(tl.int64)
-    tile = tile % (row_tiles * col_tiles)
-    first_r = (tile // col_tiles) * TILE_R
-    first_c = (tile % col_tiles) * TILE_C
-    r = first_r + tl.arange(0, TILE_R)
-    c = first_c + tl.arange(0, TILE_C)
-    r64, c64 = r.to(tl.int64), c.to(tl.int64)
-    inside = (r < rows)[:, None] & (c < cols)[None, :]
-    where = batch * source_batch * UNIT + r64[:, None] * source_unit * UNIT + c64[None, :]
-    values = as_float32(tl.load(source + where, mask=inside, other=0))
+    batch, first_r, first_c = place(rows, cols, TILE_R, TILE_C)
+    at = source + start(batch * source_batch, UNIT, first_r, source_unit * UNIT, first_c)
+    inside = within(first_r, first_c, rows, cols, TILE_R, TILE_C)
+    stored = tl.load(at + offsets(source_unit * UNIT, TILE_R, TILE_C, WIDE), mask=inside, other=0)
     if ROW is not None:
-        q, biased = cast_blocks(values, ROW, INTEGER)
-        to = (batch * rows + r64)[:, None] * (pitch * PITCH_UNIT) + c64[None, :]
-        tl.store(codes + to, q, mask=inside)
-        blocks_r = tl.cdiv(rows, ROW[2])
-        blocks_c = tl.cdiv(cols, ROW[3])
-        _store_scales(
-            scales + batch * blocks_r * blocks_c,
-            biased,
-            first_r // ROW[2],
-            first_c // ROW[3],
-            blocks_r,
-            blocks_c,
+        drawn = None
+        if GROUPS != "":
+            drawn = tile_words(
+                words,
+                first_call,
+                key_0,
+                key_1,
+                batch,
+                first_r,
+                first_c,
+                rows,
+                cols,
+                GROUPS,
+                TILE_R,
+                TILE_C,
+                WIDE,
+            )
+        store_row(
+            as_float32(stored),
+            drawn,
+            codes,
+            scales,
+            batch,
+            first_r,
+            first_c,
+            rows,
+            cols,
+            pitch * PITCH_UNIT,
+            ROW,
             COLUMN is not None,
-            ROW[4],
+            WIDE,
+            INTEGER,
         )
     if COLUMN is not None:
-        q, biased = cast_blocks(values, COLUMN, INTEGER)
-        to = (batch * cols + c64)[:, None] * (pitch_t * PITCH_UNIT) + r64[None, :]
-        tl.store(codes_t + to, tl.trans(q), mask=tl.trans(inside))
-        blocks_r = tl.cdiv(rows, COLUMN[2])
-        blocks_c = tl.cdiv(cols, COLUMN[3])
-        _store_scales(
-            scales_t + batch * blocks_r * blocks_c,
-            biased,
-            first_r // COLUMN[2],
-            first_c // COLUMN[3],
-            blocks_r,
-            blocks_c,
-            False,
-            COLUMN[4],
+        drawn = None
+        if GROUPS_T != "":
+            drawn = tile_words(
+                words_t,
+                first_call_t,
+                key_2,
+                key_3,
+                batch,
+                first_r,
+                first_c,
+                rows,
+                cols,
+                GROUPS_T,
+                TILE_R,
+                TILE_C,
+                WIDE,
+            )
+        store_column(
+            stored,
+            drawn,
+            codes_t,
+            scales_t,
+            batch,
+            first_r,
+            first_c,
+            rows,
+            cols,
+            pitch_t * PITCH_UNIT,
+            COLUMN,
+            WIDE,
+            INTEGER,
         )

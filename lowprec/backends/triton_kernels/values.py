@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from lowprec.backends.triton_kernels.codec import as_float32, decode, decode_multiplier, round_to
+from lowprec.backends.triton_kernels.places import offsets, place, start, within
 from lowprec.backends.triton_kernels.tiles import cast_blocks
 
 
@@ -39,6 +40,7 @@ def decode_tiles(
     E8M0: tl.constexpr,
     TILE_R: tl.constexpr,
     TILE_C: tl.constexpr,
+    WIDE: tl.constexpr,
     DTYPE: tl.constexpr,
     INTEGER: tl.constexpr,
 ):
@@ -47,18 +49,11 @@ def decode_tiles(
     Scales are dense, [batch, rows / BLOCK_R, columns / BLOCK_C]; a block of 0 is a whole extent.
     """
     cols = units * UNIT
-    row_tiles = tl.cdiv(rows, TILE_R)
-    col_tiles = tl.cdiv(cols, TILE_C)
-    tile = tl.program_id(0)
-    batch = (tile // (row_tiles * col_tiles)).to(tl.int64)
-    tile = tile % (row_tiles * col_tiles)
-    first_r = (tile // col_tiles) * TILE_R
-    first_c = (tile % col_tiles) * TILE_C
-    r = (first_r + tl.arange(0, TILE_R)).to(tl.int64)
-    c = (first_c + tl.arange(0, TILE_C)).to(tl.int64)
-    inside = (r < rows)[:, None] & (c < cols)[None, :]
-    where = batch * codes_batch * UNIT + r[:, None] * codes_unit * UNIT + c[None, :]
-    values = decode(tl.load(codes + where, mask=inside, other=0), ELEMENT)
+    batch, first_r, first_c = place(rows, cols, TILE_R, TILE_C)
+    at = codes + start(batch * codes_batch, UNIT, first_r, codes_unit * UNIT, first_c)
+    at += offsets(codes_unit * UNIT, TILE_R, TILE_C, WIDE)
+    inside = within(first_r, first_c, rows, cols, TILE_R, TILE_C)
+    values = decode(tl.load(at, mask=inside, other=0), ELEMENT)
     SPAN_R: tl.constexpr = BLOCK_R if BLOCK_R > 0 else TILE_R
     SPAN_C: tl.constexpr = BLOCK_C if BLOCK_C > 0 else TILE_C
     blocks_r = tl.cdiv(rows, SPAN_R) if BLOCK_R > 0 else 1
@@ -70,8 +65,9 @@ def decode_tiles(
     if E8M0:
         scale = decode_multiplier(scale.to(tl.int32))
     result = _times_scale(values, scale, SPAN_R, SPAN_C)
-    to = (batch * rows + r)[:, None] * cols + c[None, :]
-    tl.store(out + to, round_to(result, DTYPE, INTEGER), mask=inside)
+    to = out + start(batch, rows.to(tl.int64) * cols, first_r, cols, first_c)
+    to += offsets(cols, TILE_R, TILE_C, WIDE)
+    tl.store(to, round_to(result, DTYPE, INTEGER), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "units", "source_batch", "source_unit"])
@@ -86,23 +82,20 @@ def round_trip_tiles(
     SPEC: tl.constexpr,
     TILE_R: tl.constexpr,
     TILE_C: tl.constexpr,
+    WIDE: tl.constexpr,
     DTYPE: tl.constexpr,
     INTEGER: tl.constexpr,
 ):
     """The values that a source has after a cast: one tile a program; see tiles.cast_tiles."""
     cols = units * UNIT
-    row_tiles = tl.cdiv(rows, TILE_R)
-    col_tiles = tl.cdiv(cols, TILE_C)
-    tile = tl.program_id(0)
-    batch = (tile // (row_tiles * col_tiles)).to(tl.int64)
-    tile = tile % (row_tiles * col_tiles)
-    r = ((tile // col_tiles) * TILE_R + tl.arange(0, TILE_R)).to(tl.int64)
-    c = ((tile % col_tiles) * TILE_C + tl.arange(0, TILE_C)).to(tl.int64)
-    inside = (r < rows)[:, None] & (c < cols)[None, :]
-    where = batch * source_batch * UNIT + r[:, None] * source_unit * UNIT + c[None, :]
-    values = as_float32(tl.load(source + where, mask=inside, other=0))
+    batch, first_r, first_c = place(rows, cols, TILE_R, TILE_C)
+    at = source + start(batch * source_batch, UNIT, first_r, source_unit * UNIT, first_c)
+    at += offsets(source_unit * UNIT, TILE_R, TILE_C, WIDE)
+    inside = within(first_r, first_c, rows, cols, TILE_R, TILE_C)
+    values = as_float32(tl.load(at, mask=inside, other=0))
     ELEMENT: tl.constexpr = SPEC[0]
-    codes, biased = cast_blocks(values, SPEC, INTEGER)
+    codes, biased = cast_blocks(values, None, SPEC, INTEGER)
     result = _times_scale(decode(codes, ELEMENT), decode_multiplier(biased), SPEC[2], SPEC[3])
-    to = (batch * rows + r)[:, None] * cols + c[None, :]
-    tl.store(out + to, round_to(result, DTYPE, INTEGER), mask=inside)
+    to = out + start(batch, rows.to(tl.int64) * cols, first_r, cols, first_c)
+    to += offsets(cols, TILE_R, TILE_C, WIDE)
+    tl.store(to, round_to(result, DTYPE, INTEGER), mask=inside)

@@ -1,0 +1,409 @@
+"""Norms with the casts of their result, as torch.library ops on [R, C] matrices; see norm."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+
+from lowprec.backends.triton_kernels import launch, norm
+from lowprec.backends.triton_kernels.launch import (
+    LIBRARY,
+    Spec,
+    constant,
+    parted,
+    pitches,
+    spec_of,
+    specs_of,
+    stored_as,
+    tile_shape,
+    warps_for,
+)
+
+
+def shared_unit(*matrices: torch.Tensor | None) -> int:
+    """Elements that every row starts and ends at a multiple of, at most 16."""
+    shared = 16
+    for one in matrices:
+        if one is not None:
+            shared = math.gcd(shared, one.shape[1], one.stride(0))
+    return shared
+
+
+def _summing_unit(x: torch.Tensor, residual: torch.Tensor | None) -> int:
+    """At most 16 bytes of a source.
+
+    More would widen the stores of codes, and with them the layout of the whole tile: sums would be
+    added in another order with a cast than without.
+    """
+    return math.gcd(shared_unit(x, residual), 16 // x.element_size())
+
+
+def units_of(t: torch.Tensor | None, unit: int) -> int:
+    """Row stride of a matrix in units; 0 where there is none."""
+    return 0 if t is None else t.stride(0) // unit
+
+
+def too_wide(tile_r: int, *matrices: torch.Tensor | None) -> bool:
+    """Whether offsets inside a tile of `tile_r` rows need 64 bits."""
+    reach = [tile_r * max(t.stride(0), t.shape[1]) for t in matrices if t is not None]
+    return max(reach) >= 2**31 - 2**15
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _raw(t: torch.Tensor | None) -> torch.Tensor | None:
+    return stored_as(t, integer=launch.INTEGER)
+
+
+def coded(x: torch.Tensor, cast: str) -> list[torch.Tensor]:
+    """Empty codes and scales of x [R, C] by row, or an empty result in x's dtype without a cast."""
+    if not cast:
+        return [torch.empty(x.shape, dtype=x.dtype, device=x.device)]
+    codes, scales = launch.outputs(x[None], cast, "")
+    return [codes[0], scales[0]]
+
+
+def parts(cast: str, found: list[torch.Tensor]) -> tuple[Any, Any, Any, Spec | None]:
+    """y, codes, scales and spec of a launch."""
+    if not cast:
+        return found[0], None, None, None
+    return None, found[0], found[1], spec_of(cast, by_column=False)
+
+
+LIBRARY.define(
+    "norm_cast(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool centered,"
+    " str cast) -> Tensor[]"
+)
+
+
+def _norm_outputs(
+    x: torch.Tensor, residual: torch.Tensor | None, centered: bool, cast: str
+) -> list[torch.Tensor]:
+    """rstd, mean if centered, x + residual if there is one, then codes and scales or y."""
+    rows = x.shape[0]
+    statistics = [
+        torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(1 + centered)
+    ]
+    summed = [] if residual is None else coded(x, "")
+    return [*statistics, *summed, *coded(x, cast)]
+
+
+def _norm_cast_fake(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    centered: bool,
+    cast: str,
+) -> list[torch.Tensor]:
+    return _norm_outputs(x, residual, centered, cast)
+
+
+def norm_cast(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    centered: bool,
+    cast: str,
+) -> list[torch.Tensor]:
+    """See norm.norm_rows."""
+    out = _norm_outputs(x, residual, centered, cast)
+    if x.numel() == 0:
+        return out
+    integer, (rows, cols) = launch.INTEGER, x.shape
+    y, codes, scales, spec = parts(cast, out[-2:] if cast else out[-1:])
+    summed = None if residual is None else out[1 + centered]
+    # With and without a cast the same tile: sums are then added in the same order.
+    unit, tile_c = _summing_unit(x, residual), max(triton.next_power_of_2(cols), 128)
+    tile_r = max(min(4096 // tile_c, 16), 1)
+
+    norm.norm_rows[(-(-rows // tile_r),)](
+        _raw(x),
+        _raw(residual),
+        _raw(weight),
+        _raw(bias),
+        _raw(summed),
+        _raw(y),
+        codes,
+        scales,
+        out[1] if centered else None,
+        out[0],
+        rows,
+        cols // unit,
+        units_of(x, unit),
+        units_of(residual, unit),
+        eps,
+        1 / cols,
+        UNIT=unit,
+        FULL=tile_c == cols,
+        CENTERED=centered,
+        SPEC=constant(spec),
+        DTYPE=launch.DTYPES[x.dtype],
+        TILE_R=tile_r,
+        TILE_C=tile_c,
+        WIDE=too_wide(tile_r, x, residual),
+        INTEGER=integer,
+        num_warps=warps_for(tile_r * tile_c),
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+LIBRARY.define(
+    "norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor? mean, Tensor rstd, Tensor? passed,"
+    " bool has_bias) -> Tensor[]"
+)
+
+
+def _norm_gradients(
+    x: torch.Tensor, weight: torch.Tensor | None, has_bias: bool
+) -> list[torch.Tensor]:
+    """dx, then dweight and dbias in float32 where there are any."""
+    sums = [
+        torch.empty(x.shape[1], dtype=torch.float32, device=x.device)
+        for _ in range((weight is not None) + has_bias)
+    ]
+    return [torch.empty(x.shape, dtype=x.dtype, device=x.device), *sums]
+
+
+def _norm_backward_fake(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+    passed: torch.Tensor | None,
+    has_bias: bool,
+) -> list[torch.Tensor]:
+    return _norm_gradients(x, weight, has_bias)
+
+
+def norm_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+    passed: torch.Tensor | None,
+    has_bias: bool,
+) -> list[torch.Tensor]:
+    """See norm.norm_backward_rows."""
+    out = _norm_gradients(x, weight, has_bias)
+    integer, (rows, cols) = launch.INTEGER, x.shape
+    if x.numel() == 0:
+        return [out[0], *(t.zero_() for t in out[1:])]
+    tile_c = triton.next_power_of_2(cols)
+    tile_r = max(min(2048 // tile_c, 16), 1)
+    programs = min(-(-rows // tile_r), 4 * _processors(x.device))
+    shape = (programs, cols)
+    partial = [torch.empty(shape, dtype=torch.float32, device=x.device) for _ in out[1:]]
+    unit = shared_unit(dy, x, passed)
+
+    norm.norm_backward_rows[(programs,)](
+        _raw(dy),
+        _raw(x),
+        _raw(weight),
+        mean,
+        rstd,
+        _raw(passed),
+        _raw(out[0]),
+        partial[0] if weight is not None else None,
+        partial[-1] if has_bias else None,
+        rows,
+        cols // unit,
+        units_of(dy, unit),
+        units_of(x, unit),
+        units_of(passed, unit),
+        UNIT=unit,
+        DTYPE=launch.DTYPES[x.dtype],
+        TILE_R=tile_r,
+        TILE_C=tile_c,
+        WIDE=too_wide(tile_r, dy, x, passed),
+        INTEGER=integer,
+        num_warps=warps_for(2 * tile_r * tile_c),
+    )
+    return [out[0], *(one.sum(0) for one in partial)]
+
+
+LIBRARY.define(
+    "norm_both(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool centered,"
+    " str row, str column) -> Tensor[]"
+)
+
+
+def _norm_both_fake(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    centered: bool,
+    row: str,
+    column: str,
+) -> list[torch.Tensor]:
+    """rstd, mean if centered, x + residual if there is one; codes and scales as cast_tiles'."""
+    kept = _norm_outputs(x, residual, centered, "")[:-1]
+    return kept + [one[0] for one in launch.outputs(x[None], row, column)]
+
+
+def band_shape(cols: int, row: Spec | None, column: Spec) -> tuple[int, int, bool]:
+    """Rows and columns of a tile, and whether one tile holds a whole row."""
+    tall = max(32, column.block_r)
+    whole = max(triton.next_power_of_2(cols), 128)
+    if tall * whole <= 16384:
+        return tall, whole, True
+    return tall, 256 if tall == 32 else 128, False
+
+
+def norm_both(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    centered: bool,
+    row: str,
+    column: str,
+) -> list[torch.Tensor]:
+    """See norm.norm_bands."""
+    out = _norm_both_fake(x, residual, weight, bias, eps, centered, row, column)
+    if x.numel() == 0:
+        return out
+    rows, cols = x.shape
+    row_spec, column_spec = specs_of(row, column)
+    assert column_spec is not None
+    tile_r, tile_c, held = band_shape(cols, row_spec, column_spec)
+    codes, scales, codes_t, scales_t = parted(row, column, out[-4:])
+    pitch, pitch_t, pitch_unit = pitches(codes, codes_t)
+    unit = shared_unit(x, residual)
+    norm.norm_bands[(-(-rows // tile_r),)](
+        _raw(x),
+        _raw(residual),
+        _raw(weight),
+        _raw(bias),
+        None if residual is None else _raw(out[1 + centered]),
+        codes,
+        scales,
+        codes_t,
+        scales_t,
+        out[1] if centered else None,
+        out[0],
+        rows,
+        cols // unit,
+        units_of(x, unit),
+        units_of(residual, unit),
+        pitch,
+        pitch_t,
+        eps,
+        1 / cols,
+        UNIT=unit,
+        PITCH_UNIT=pitch_unit,
+        HELD=held,
+        CENTERED=centered,
+        ROW=constant(row_spec),
+        COLUMN=constant(column_spec, turned=True),
+        DTYPE=launch.DTYPES[x.dtype],
+        TILE_R=tile_r,
+        TILE_C=tile_c,
+        WIDE=too_wide(max(tile_r, tile_c), x, residual, codes_t),
+        INTEGER=launch.INTEGER,
+        num_warps=warps_for(tile_r * tile_c // 2),
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+LIBRARY.define(
+    "norm_again(Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor rstd, str row,"
+    " str column) -> Tensor[]"
+)
+
+
+def _norm_again_fake(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+    row: str,
+    column: str,
+) -> list[torch.Tensor]:
+    """Codes and scales as cast_tiles', or y where no cast is asked for."""
+    if not row and not column:
+        return coded(x, "")
+    return [one[0] for one in launch.outputs(x[None], row, column)]
+
+
+def norm_again(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+    row: str,
+    column: str,
+) -> list[torch.Tensor]:
+    """See norm.norm_tiles."""
+    out = _norm_again_fake(x, weight, bias, mean, rstd, row, column)
+    if x.numel() == 0:
+        return out
+    rows, cols = x.shape
+    row_spec, column_spec = specs_of(row, column)
+    plain = not row and not column
+    shape_spec = row_spec or (None if column_spec else Spec("e4m3", "rceil", 1, 1, True))
+    tile_r, tile_c = tile_shape(rows, cols, shape_spec, column_spec)
+    codes, scales, codes_t, scales_t = [None] * 4 if plain else parted(row, column, out)
+    pitch, pitch_t, pitch_unit = pitches(codes, codes_t)
+    unit = shared_unit(x)
+    programs = -(-rows // tile_r) * -(-cols // tile_c)
+    norm.norm_tiles[(programs,)](
+        _raw(x),
+        _raw(weight),
+        _raw(bias),
+        mean,
+        rstd,
+        _raw(out[0]) if plain else None,
+        codes,
+        scales,
+        codes_t,
+        scales_t,
+        rows,
+        cols // unit,
+        units_of(x, unit),
+        pitch,
+        pitch_t,
+        UNIT=unit,
+        PITCH_UNIT=pitch_unit,
+        ROW=constant(row_spec),
+        COLUMN=constant(column_spec, turned=True),
+        DTYPE=launch.DTYPES[x.dtype],
+        TILE_R=tile_r,
+        TILE_C=tile_c,
+        WIDE=too_wide(max(tile_r, tile_c), x, codes_t),
+        INTEGER=launch.INTEGER,
+        num_warps=8 if tile_r * tile_c >= 8192 else 4,
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+launch.register(
+    {
+        "norm_cast": (norm_cast, _norm_cast_fake),
+        "norm_backward": (norm_backward, _norm_backward_fake),
+        "norm_both": (norm_both, _norm_both_fake),
+        "norm_again": (norm_again, _norm_again_fake),
+    }
+)

@@ -1,0 +1,201 @@
+"""NormLinear: a norm and the linear layer behind it; the normalized activation is never kept.
+
+Dimensions as in lowprec.nn.linear; n is the normalized x (or x + residual), cast inside the norm:
+    y_MN = n_MK w_NK^T + b_N
+Backward makes n again from what was normalized, bit for bit: 2 bytes a value are kept, not 4.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from lowprec.errors import UnsupportedError
+from lowprec.nn import norms
+from lowprec.nn.linear import Linear
+from lowprec.nn.norms import Norm, Parameters
+from lowprec.nn.products import DGRAD, FPROP, WGRAD, Products, Which, autocast_dtype
+
+_HOOKS: Final = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+_DTYPES: Final = (torch.float32, torch.bfloat16)
+
+
+class NormLinear(nn.Module):
+    """RMSNorm or LayerNorm and the linear layer behind it, for `lowprec.apply` to make one step.
+
+    norm: nn.RMSNorm or nn.LayerNorm over the last dimension; linear: nn.Linear, which a plan covers
+    like any other. Both stay modules of their own: names in state_dict are `norm.weight`,
+    `linear.weight` and so on. Before `apply`, and wherever the two cannot be one step (autocast,
+    hooks on one of them, mixed dtypes, float64), the result is linear(norm(x)). Raises
+    UnsupportedError for other modules and for shapes that do not fit.
+    """
+
+    def __init__(self, norm: nn.RMSNorm | nn.LayerNorm, linear: nn.Linear) -> None:
+        super().__init__()
+        if type(norm) not in (nn.RMSNorm, nn.LayerNorm) or not isinstance(linear, nn.Linear):
+            raise UnsupportedError(
+                "NormLinear takes an nn.RMSNorm or nn.LayerNorm and an nn.Linear, got "
+                f"{type(norm).__qualname__} and {type(linear).__qualname__}"
+            )
+        if tuple(norm.normalized_shape) != (linear.in_features,):
+            raise UnsupportedError(
+                f"NormLinear: the norm runs over {tuple(norm.normalized_shape)}, the linear layer "
+                f"takes {linear.in_features} features; both must be the last dimension"
+            )
+        self.norm = norm
+        self.linear = linear
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """linear(norm(x)); with a residual, linear(norm(x + residual)) and x + residual."""
+        if residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype):
+            raise UnsupportedError(
+                f"NormLinear: x is {tuple(x.shape)} {x.dtype}, the residual "
+                f"{tuple(residual.shape)} {residual.dtype}; both must be alike"
+            )
+        if not self._is_one_step(x):
+            source = x if residual is None else x + residual
+            y = self.linear(self.norm(source))
+            return y if residual is None else (y, source)
+        return self._one_step(x, residual)
+
+    def _is_one_step(self, x: torch.Tensor) -> bool:
+        norm, linear = self.norm, self.linear
+        if type(linear) is not Linear or any(
+            getattr(one, name) for one in (norm, linear) for name in _HOOKS
+        ):
+            return False
+        tensors = (x, norm.weight, getattr(norm, "bias", None), linear.weight, linear.bias)
+        dtypes = {one.dtype for one in tensors if one is not None}
+        fits = len(dtypes) == 1 and x.dtype in _DTYPES and autocast_dtype(x) is None
+        return fits and x.ndim > 0 and x.shape[-1] == linear.in_features
+
+    def _one_step(
+        self, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        linear, norm = self.linear, self.norm
+        assert isinstance(linear, Linear)
+        weight, out_dtype, (_, for_wgrad) = linear._prepared(x)
+        centered = isinstance(norm, nn.LayerNorm)
+        eps = norm.eps if norm.eps is not None else torch.finfo(torch.float32).eps
+        bias = norm.bias if centered else None
+        before = (x, residual, norm.weight, bias)
+        for_dgrad = torch.is_grad_enabled() and any(
+            one is not None and one.requires_grad for one in before
+        )
+        products = linear.lowprec_products
+        call = _Call(products, Norm(eps, centered), out_dtype, (for_dgrad, for_wgrad))
+        shape = (x.shape[:-1].numel(), linear.in_features)
+        rows, added = (None if t is None else t.reshape(shape) for t in (x, residual))
+        found: Any = _NormLinearFunction.apply(  # type: ignore[no-untyped-call]
+            call, rows, added, norm.weight, bias, weight, linear.bias
+        )
+        if residual is None:
+            y: torch.Tensor = found
+            return y if x.ndim == 2 else y.reshape(*x.shape[:-1], linear.out_features)
+        y_MN, summed = found
+        return y_MN.reshape(*x.shape[:-1], linear.out_features), summed.reshape(x.shape)
+
+
+class _Call(NamedTuple):
+    products: Products
+    norm: Norm
+    out_dtype: torch.dtype
+    keep: tuple[bool, bool]
+
+
+def _traced() -> Any:
+    from lowprec.nn import norm_opaque
+
+    return norm_opaque
+
+
+class _NormLinearFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *tensors: torch.Tensor | None) -> Any:
+        x_MK, residual, norm_weight, norm_bias, w_NK, b_N = tensors
+        assert x_MK is not None
+        assert w_NK is not None
+        products, norm = call.products, call.norm
+        for_dgrad, for_wgrad = call.keep
+        ctx.call, ctx.stage = call, products.active
+        at = products.now(x_MK)
+        which = Which(FPROP, products.active, w_NK.shape[0])
+        if torch.compiler.is_compiling():
+            where = [*which, int(norms.in_kernel(products.stages[products.active]))]
+            found = _traced().norm_project(list(tensors), at, products.key, where, *norm)
+        else:
+            found = norms.project(products, which, tensors, at, norm)
+        y_MN, *rest = found
+        source = x_MK if residual is None else rest.pop(0)
+        ctx.columns, ctx.bias_dtype = w_NK.shape[1], None if b_N is None else b_N.dtype
+        keeps = for_dgrad or for_wgrad
+        ctx.save_for_backward(
+            w_NK if for_dgrad else None,
+            at,
+            source if keeps else None,
+            norm_weight if keeps else None,
+            norm_bias if keeps else None,
+            *(rest if keeps else []),
+        )
+        y_MN = y_MN if y_MN.dtype == call.out_dtype else y_MN.to(call.out_dtype)
+        return y_MN if residual is None else (y_MN, source)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, dy_MN: torch.Tensor, passed: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor | None, ...]:
+        w_NK, at, source, weight, bias, *statistics = ctx.saved_tensors
+        products, norm = ctx.call.products, ctx.call.norm
+        needs = ctx.needs_input_grad[1:]
+        dx_MK = dw_NK = db_N = None
+        sums: list[torch.Tensor | None] = [None, None]
+        if any(needs[:4]):
+            which = Which(DGRAD, ctx.stage, ctx.columns)
+            dn_MK = products.run(which, dy_MN, [w_NK], at=at).to(source.dtype)
+            parameters = Parameters(weight, bias)
+            if torch.compiler.is_compiling():
+                tensors = [dn_MK, source, weight, bias, passed, *statistics]
+                found = _traced().norm_gradient(tensors, *norm)
+            else:
+                found = norms.gradient((dn_MK, passed), source, parameters, statistics, norm)
+            dx_MK, *rest = found
+            sums = [None if one is None else rest.pop(0).to(one.dtype) for one in parameters]
+        if needs[4]:
+            kept = _kept_again(ctx, source, (weight, bias), statistics, at)
+            which = Which(WGRAD, ctx.stage, ctx.columns)
+            dw_NK = products.run(which, dy_MN, kept, at=at).to(source.dtype)
+        if ctx.bias_dtype is not None and needs[5]:
+            wide = torch.promote_types(dy_MN.dtype, torch.float32)
+            db_N = dy_MN.sum(0, dtype=wide).to(ctx.bias_dtype)
+        every = (dx_MK, dx_MK, *sums, dw_NK, db_N)
+        return (None, *(one if need else None for one, need in zip(every, needs, strict=True)))
+
+
+def _kept_again(
+    ctx: Any,
+    source: torch.Tensor,
+    parameters: tuple[torch.Tensor | None, torch.Tensor | None],
+    statistics: list[torch.Tensor],
+    at: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    """What wgrad needs of the normalized activation, made again."""
+    products, norm, stage = ctx.call.products, ctx.call.norm, ctx.stage
+    if torch.compiler.is_compiling():
+        tensors = [source, *parameters, *statistics]
+        where, text = [stage, int(norm.centered)], products.wgrad_texts[stage]
+        found: list[torch.Tensor] = _traced().norm_keep(
+            tensors, at, products.key, where, text, norm.eps
+        )
+        return found
+    return norms.keep_again(products, stage, (source, *parameters), statistics, at, norm)

@@ -1,0 +1,176 @@
+"""What NormLinear computes: norm and product forward, the norm again and its gradient backward.
+
+Functions of plain tensors [M, K], run eagerly; `lowprec.nn.norm_opaque` wraps them for tracing.
+Where the plan names the Triton kernels for the cast of x, the norm runs inside that cast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+from lowprec.backends import triton_kernels
+from lowprec.formats import Cast
+from lowprec.nn.products import Products, Which, parts_of
+from lowprec.policy import Gemm
+from lowprec.stages import Stage
+
+
+class Norm(NamedTuple):
+    """RMSNorm, or LayerNorm if `centered`; eps as a number."""
+
+    eps: float
+    centered: bool
+
+
+class Parameters(NamedTuple):
+    """Weight and bias [K] of a norm, where it has them."""
+
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+
+
+def kernel_cast(stage: Stage, product: str, side: int) -> Cast | None:
+    """The cast of an operand that can happen inside the norm by the kernels, or None."""
+    gemm = getattr(stage.policy, product)
+    if not isinstance(gemm, Gemm) or gemm.rotation is not None:
+        return None
+    backends, cast = stage.backends[product], (gemm.left, gemm.right)[side]
+    name = (backends.left, backends.right)[side]
+    return cast if name == "triton" and triton_kernels.fits_norm(cast) else None
+
+
+def in_kernel(stage: Stage) -> bool:
+    """Whether the norm of this stage runs inside the cast of x."""
+    return kernel_cast(stage, "fprop", 0) is not None
+
+
+def values(x_MK: torch.Tensor, parameters: Parameters, norm: Norm) -> torch.Tensor:
+    """The normalized x, as torch.nn.functional computes it."""
+    shape = (x_MK.shape[1],)
+    if norm.centered:
+        return functional.layer_norm(x_MK, shape, *parameters, norm.eps)
+    return functional.rms_norm(x_MK, shape, parameters.weight, norm.eps)
+
+
+def project(
+    products: Products,
+    which: Which,
+    tensors: Sequence[torch.Tensor | None],
+    at: torch.Tensor | None,
+    norm: Norm,
+) -> list[torch.Tensor]:
+    """y [M, N], then x + residual if there is one, then rstd and mean [M] from the kernels.
+
+    tensors: x [M, K], residual, weight and bias of the norm, w [N, K], b [N].
+    """
+    x_MK, residual, weight, bias, w_NK, b_N = tensors
+    assert x_MK is not None
+    assert w_NK is not None
+    cast = kernel_cast(products.stages[which.stage], "fprop", 0)
+    if cast is None:
+        source = x_MK if residual is None else x_MK + residual
+        n_MK = values(source, Parameters(weight, bias), norm)
+        y_MN = products.run_now(which, n_MK, [w_NK], bias=b_N, at=at)
+        return [y_MN] if residual is None else [y_MN, source]
+    done = triton_kernels.normalize(
+        x_MK,
+        None if products.monitor else cast,  # what watches wants to see values
+        weight=weight,
+        bias=bias,
+        eps=norm.eps,
+        centered=norm.centered,
+        residual=residual,
+    )
+    y_MN = products.run_now(which, done.result, [w_NK], bias=b_N, at=at)
+    summed = [] if residual is None else [done.source]
+    return [y_MN, *summed, *done.statistics]
+
+
+def keep_again(
+    products: Products,
+    stage: int,
+    tensors: Sequence[torch.Tensor | None],
+    statistics: Sequence[torch.Tensor],
+    at: torch.Tensor | None,
+    norm: Norm,
+) -> list[torch.Tensor]:
+    """What wgrad needs of the normalized x, made again: see Products.keep.
+
+    tensors: what was normalized [M, K], weight and bias of the norm.
+    """
+    source, weight, bias = tensors
+    assert source is not None
+    gemm = products.stages[stage].policy.wgrad
+    if statistics:
+        cast = kernel_cast(products.stages[stage], "wgrad", 1)
+        done = triton_kernels.normalized(source, statistics)
+        options = {"weight": weight, "bias": bias}
+        if cast is not None and products.monitor is None:
+            return parts_of(triton_kernels.normalize_again(done, cast, axis=-2, **options))
+        n_MK = triton_kernels.normalize_again(done, None, **options)
+        assert isinstance(n_MK, torch.Tensor)
+    else:
+        n_MK = values(source, Parameters(weight, bias), norm)
+    return products.keep_now(n_MK, at, stage) if isinstance(gemm, Gemm) else [n_MK]
+
+
+def gradient(
+    gradients: tuple[torch.Tensor, torch.Tensor | None],
+    source: torch.Tensor,
+    parameters: Parameters,
+    statistics: Sequence[torch.Tensor],
+    norm: Norm,
+) -> list[torch.Tensor]:
+    """dx in the dtype of x, then dweight and dbias, from the gradient of the normalized x.
+
+    gradients: that one, and the one that skips the norm, which is added to dx.
+    """
+    dn_MK, passed = gradients
+    if statistics:
+        done = triton_kernels.normalized(source, statistics)
+        has_bias = parameters.bias is not None
+        found = triton_kernels.normalize_backward(
+            dn_MK, done, weight=parameters.weight, has_bias=has_bias, passed=passed
+        )
+        return [one for one in found if one is not None]
+    return (_layer_gradient if norm.centered else _rms_gradient)(
+        dn_MK, source, parameters, passed, norm.eps
+    )
+
+
+def _layer_gradient(
+    dn_MK: torch.Tensor,
+    x_MK: torch.Tensor,
+    parameters: Parameters,
+    passed: torch.Tensor | None,
+    eps: float,
+) -> list[torch.Tensor]:
+    shape = [x_MK.shape[1]]
+    _, mean, rstd = torch.native_layer_norm(x_MK, shape, *parameters, eps)
+    wanted = [True, parameters.weight is not None, parameters.bias is not None]
+    found = torch.ops.aten.native_layer_norm_backward(
+        dn_MK, x_MK, shape, mean, rstd, *parameters, wanted
+    )
+    dx_MK = found[0] if passed is None else found[0] + passed
+    return [dx_MK, *(one for one, want in zip(found[1:], wanted[1:], strict=True) if want)]
+
+
+def _rms_gradient(
+    dn_MK: torch.Tensor,
+    x_MK: torch.Tensor,
+    parameters: Parameters,
+    passed: torch.Tensor | None,
+    eps: float,
+) -> list[torch.Tensor]:
+    """With n = x rstd and g = dn weight: dx = rstd (g - n avg(g n)), dweight = sum(dn n)."""
+    wide, grad = x_MK.float(), dn_MK.float()
+    rstd = (wide.square().mean(1, keepdim=True) + eps).rsqrt()
+    n_MK = wide * rstd
+    g = grad if parameters.weight is None else grad * parameters.weight.float()
+    dx_MK = (rstd * (g - n_MK * (g * n_MK).mean(1, keepdim=True))).to(x_MK.dtype)
+    found = [dx_MK if passed is None else dx_MK + passed]
+    return found if parameters.weight is None else [*found, (grad * n_MK).sum(0)]

@@ -1,0 +1,1 @@
+"""Where runs are trained: processes of this machine, torchrun, Ray."""

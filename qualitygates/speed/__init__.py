@@ -1,0 +1,1 @@
+"""Speed gate: interleaved timings of both arms, the rules that judge them, their report section."""

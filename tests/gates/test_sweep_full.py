@@ -1,0 +1,47 @@
+"""The full-size claims of docs/sweeps.md, by the programs that measured them."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
+
+
+def program(name: str) -> dict:
+    return runpy.run_path(str(BENCHMARKS / f"{name}.py"))
+
+
+@pytest.mark.slow
+def test_planted_layers_are_the_top_two_and_blamed_on_the_right_product() -> None:
+    ranked = program("sweep_planted")["ranked"]
+    found = [ranked(seed) for seed in range(20)]
+    assert sum(one["both_in_top_2"] for one in found) >= 18
+    assert all("below break-even" in one["tiny"] for one in found)
+
+
+@pytest.mark.slow
+def test_the_screen_of_100_layers_and_5_formats_costs_at_most_12_steps(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["sweep_screen.py"])
+    program("sweep_screen")["main"]()
+    found = json.loads(capsys.readouterr().out)
+    assert (found["layers"], len(found["formats"])) == (100, 5)
+    assert found["ratio"] <= 12
+
+
+@pytest.mark.slow
+def test_a_recipe_for_a_model_that_fails_with_nvfp4_passes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["sweep_recipe.py", str(tmp_path), "2"])
+    program("sweep_recipe")["main"]()
+    before, after = map(json.loads, capsys.readouterr().out.splitlines())
+    assert before["verdict"] == "REJECT"
+    assert after["confirmation"]["verdict"] == "ACCEPT"
+    assert after["quantized_share"] >= 0.6
+    assert after["reloads_to_the_same_plan"]

@@ -1,0 +1,225 @@
+"""Rotation, random rounding, norms and layouts on a GPU, bit for bit against the reference."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from torch import nn
+
+import lowprec
+from lowprec.backends import reference, triton_kernels
+from lowprec.formats import ALL, FORMATS, Cast, Rounding
+from lowprec.nn import norms
+from lowprec.rng import RandomStream
+from lowprec.rotation import Rotation, rotate
+from lowprec.tensor import QuantizedTensor
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton"),
+]
+STREAM = RandomStream(7, layer="layer", role="wgrad.dy", step=3, first_row=5)
+OTHER = RandomStream(2**40 + 9, role="dgrad.dy", first_row=16)
+BLOCKS = [f for f in FORMATS.values() if not f.outer and ALL not in f.block]
+RANDOM = [
+    str(Cast(fmt, rule, Rounding.STOCHASTIC))
+    for fmt in BLOCKS
+    for rule in fmt.scale_rules
+    if not rule.clips
+]
+ONE_ROW = [fmt for fmt in BLOCKS if fmt.block[0] == 1]
+ROTATED = [str(Cast(fmt, rule)) for fmt in ONE_ROW for rule in fmt.scale_rules]
+ROTATED += [text for text in RANDOM if Cast.parse(text).format.block[0] == 1]
+NORMED = [text for text in ROTATED if not text.endswith(":sr")]
+SHAPES = [(0, 64), (1, 39), (63, 100), (300, 1000), (256, 512)]
+
+
+def data(*shape: int, seed: int = 1) -> torch.Tensor:
+    """Channels 12 octaves apart; rows of zeros, of subnormal numbers and of large ones."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    x = torch.randn(*shape, generator=generator, device="cuda")
+    x = x * torch.exp2(torch.linspace(-6, 6, max(shape[-1], 1), device="cuda")[: shape[-1]])
+    if x.shape[0] > 9:
+        x[3] = 0
+        x[4] *= 2.0**-126
+        x[5] *= 2.0**-133
+        x[6, ::2] = torch.finfo(torch.bfloat16).max
+        x[7, ::3] = -0.0
+    return x
+
+
+def poisoned(x: torch.Tensor) -> torch.Tensor:
+    if x.shape[0] > 9:
+        x = x.clone()
+        x[0, 0], x[-1, -1], x[8, 3] = torch.nan, torch.inf, -torch.inf
+    return x
+
+
+def law(
+    x: torch.Tensor, cast: Cast, axis: int, stream: RandomStream | None = None
+) -> QuantizedTensor:
+    """What the reference gives; NaN and Inf poison a block alike."""
+    finite = x.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    return reference.quantize(finite, cast, axis=axis, stream=stream)
+
+
+def assert_same(got: QuantizedTensor, want: QuantizedTensor, *where: object) -> None:
+    assert got.codes.shape == want.codes.shape, where
+    assert torch.equal(*(t.scales.nan_to_num(nan=-1.0) for t in (got, want))), where
+    assert torch.equal(got.codes, want.codes), where
+
+
+@pytest.mark.parametrize("text", RANDOM)
+def test_random_rounding(text: str) -> None:
+    cast = Cast.parse(text)
+    for shape in SHAPES:
+        x = poisoned(data(*shape))
+        for view in (x, x.bfloat16(), x.bfloat16().mT, x[:, ::2]):
+            laws = [law(view, cast, axis, s) for axis, s in ((-1, STREAM), (-2, OTHER))]
+            for axis, stream, want in ((-1, STREAM, laws[0]), (-2, OTHER, laws[1])):
+                got = triton_kernels.quantize(view, cast, axis=axis, stream=stream)
+                assert_same(got, want, shape, view.stride(), axis)
+            both = triton_kernels.quantize_both(view, cast, cast, streams=(STREAM, OTHER))
+            for got, want in zip(both, laws, strict=True):
+                assert_same(got, want, shape, view.stride(), "both")
+
+
+@pytest.mark.parametrize("text", ROTATED)
+def test_rotation_and_cast(text: str) -> None:
+    cast = Cast.parse(text)
+    stream = STREAM if cast.stochastic else None
+    for size in (16, 32, 64, 128):
+        turn = Rotation.parse(f"rht{size}:{('none', 'fixed', 'seeded')[size % 3]}")
+        for shape in SHAPES:
+            x = poisoned(data(*shape))
+            for view in (x, x.bfloat16(), x.bfloat16().mT):
+                for axis, side in ((-1, "left"), (-2, "right")):
+                    rotated = rotate(view, turn, axis=axis, side=side, stream=OTHER)
+                    got = triton_kernels.rotate_quantize(
+                        view, turn, cast, axis=axis, side=side, streams=(OTHER, stream)
+                    )
+                    assert_same(got, law(rotated, cast, axis, stream), size, shape, axis)
+
+
+@pytest.mark.parametrize("text", NORMED)
+def test_norms_and_casts(text: str) -> None:
+    cast = Cast.parse(text)
+    for rows, cols in ((0, 64), (1, 39), (63, 100), (300, 1000), (129, 2048), (40, 256)):
+        for centered in (False, True):
+            x, other = (torch.randn(rows, cols, device="cuda").bfloat16() for _ in "ab")
+            affine = {"weight": torch.randn(cols, device="cuda").bfloat16(), "bias": None}
+            if centered:
+                affine["bias"] = torch.randn(cols, device="cuda").bfloat16()
+            for residual in (None, other):
+                options = {**affine, "centered": centered, "residual": residual}
+                row = triton_kernels.normalize(x, cast, **options)
+                both, column = triton_kernels.normalize_both(x, (cast, cast), **options)
+                where = (rows, cols, centered)
+                for done in (row, both):
+                    values = triton_kernels.normalize_again(done, None, **affine)
+                    wide = done.source.float() - (done.mean[:, None] if centered else 0)
+                    wide = wide * done.rstd[:, None] * affine["weight"].float()
+                    wide = wide + affine["bias"].float() if centered else wide
+                    assert torch.equal(values, wide.bfloat16()), where
+                    assert_same(done.result, law(values, cast, -1), *where)
+                    again = triton_kernels.normalize_again(done, cast, axis=-2, **affine)
+                    assert_same(again, law(values, cast, -2), *where)
+                assert_same(column, law(values, cast, -2), *where)
+                assert torch.allclose(row.rstd, both.rstd, rtol=1e-5)
+
+
+def test_random_words_and_layouts() -> None:
+    from lowprec.backends.triton_kernels import launch, views
+
+    del launch
+    for shape in ((0, 16), (5, 16), (1000, 1001)):
+        got = views.random_words(STREAM, torch.Size(shape), torch.device("cuda"))
+        assert torch.equal(got, STREAM.words_like(torch.empty(shape, device="cuda")))
+    for rows, blocks in ((1, 1), (130, 5), (4096, 64)):
+        scales = torch.randint(0, 256, (2, rows, blocks), dtype=torch.uint8, device="cuda")
+        got = triton_kernels.to_swizzled(scales)
+        r, c = torch.meshgrid(torch.arange(rows), torch.arange(blocks), indexing="ij")
+        tile = r // 128 * -(-blocks // 4) + c // 4
+        place = (tile * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4).flatten().cuda()
+        want = torch.zeros_like(got)
+        want[:, place] = scales.flatten(1)
+        assert torch.equal(got, want)
+        assert torch.equal(triton_kernels.from_swizzled(got, rows, blocks), scales)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8-rotated-wgrad"])
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_layers_by_the_kernels_equal_layers_by_the_emulation(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NormLinear eager and compiled; its codes are those of the kernels' norm and a cast."""
+    chosen = {"mxfp8", "mxfp8_32x32"}
+    chosen |= {f"{before} + {text}" for before in ("norm", "rotation") for text in chosen}
+    monkeypatch.setattr(triton_kernels, "PROVEN", frozenset(chosen))
+    torch.manual_seed(0)
+    module = lowprec.NormLinear(nn.RMSNorm(512, eps=1e-6), nn.Linear(512, 256)).bfloat16().cuda()
+    lowprec.apply(module, lowprec.plan(module, lowprec.load_recipe(recipe)))
+    products = module.linear.lowprec_products
+    assert norms.in_kernel(products.stage)
+    x, residual, dy = (torch.randn(96, n, device="cuda").bfloat16() for n in (512, 512, 256))
+    results = []
+    for run in (module, torch.compile(module, fullgraph=True)):
+        module.zero_grad()
+        leaf = x.clone().requires_grad_()
+        y, summed = run(leaf, residual)
+        torch.autograd.backward([y, summed], [dy, x])
+        weights = (module.norm.weight, module.linear.weight)
+        results.append([y, leaf.grad, *(weight.grad.clone() for weight in weights)])
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.equal(eager, compiled)
+    weight = module.norm.weight.detach()
+    done = triton_kernels.normalize(x + residual, None, weight=weight, eps=1e-6)
+    values = done.result.requires_grad_()
+    module.zero_grad()
+    monkeypatch.setattr(triton_kernels, "PROVEN", frozenset())
+    lowprec.apply(module, lowprec.plan(lowprec.restore(module), lowprec.load_recipe(recipe)))
+    want = module.linear(values)
+    want.backward(dy)
+    assert torch.equal(results[0][0], want)
+    assert torch.equal(results[0][3], module.linear.weight.grad)
+
+
+def test_small_shapes_for_the_sanitizer() -> None:
+    """Every kernel once, at shapes that end inside a tile; run under compute-sanitizer."""
+    mx, random = Cast.parse("mxfp8"), Cast.parse("mxfp8:sr")
+    x = data(70, 144).bfloat16()
+    weight = torch.ones(144, device="cuda").bfloat16()
+    for text in ("mxfp8", "mxfp8_32x32", "mxfp8_128x128", "mxfp4"):
+        for axis in (-1, -2):
+            q = triton_kernels.quantize(x, Cast.parse(text), axis=axis)
+            triton_kernels.dequantize(q, dtype=torch.bfloat16)
+        triton_kernels.quantize_both(x, Cast.parse(text), Cast.parse(text))
+        triton_kernels.round_trip(x, Cast.parse(text), axis=-1)
+    for text in ("fp8_rowwise", "fp8_tensorwise"):
+        for axis in (-1, -2):
+            triton_kernels.quantize(x, Cast.parse(text), axis=axis)
+    triton_kernels.quantize_both(x[:, :70], random, random, streams=(STREAM, OTHER))
+    for axis in (-1, -2):
+        triton_kernels.rotate_quantize(
+            x[:, :70], Rotation(32), random, axis=axis, side="left", streams=(None, STREAM)
+        )
+    for centered in (False, True):
+        options = {"weight": weight, "bias": weight if centered else None}
+        done = triton_kernels.normalize(x, mx, centered=centered, residual=x, **options)
+        triton_kernels.normalize_both(x, (mx, mx), centered=centered, **options)
+        triton_kernels.normalize_both(
+            data(40, 1000).bfloat16(),
+            (mx, mx),
+            centered=centered,
+            residual=data(40, 1000).bfloat16(),
+        )
+        triton_kernels.normalize_again(done, mx, axis=-2, **options)
+        triton_kernels.normalize_backward(x, done, weight=weight, has_bias=centered, passed=x)
+    from lowprec.backends.triton_kernels import fused
+
+    fused.activate(x, x, mx)
+    fused.activate_backward(x, x, x)
+    triton_kernels.to_swizzled(triton_kernels.quantize(x, mx, axis=-1).scales)
+    torch.cuda.synchronize()
