@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 GATE ?= examples/flights.toml
+# Processes that run tests; each takes up to 2 GiB.
+JOBS ?= 2
 OUT ?= gates/$(basename $(notdir $(GATE)))
 
 .PHONY: gate test lint test-slow test-gpu clean
@@ -23,8 +25,9 @@ gate: $(STAMP)
 	if [ $$status -le 2 ]; then echo "report: $(CURDIR)/$(OUT)/report.html"; fi; \
 	exit $$status
 
+# A file's tests stay together: they share what they set up.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -35,8 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command: 0 ACCEPT, 1 REJECT, 2 INCONCLUSIVE, 3 broken input or environment."""
     arguments = _parser().parse_args(argv)
     commands = {
-        "run": _run, "judge": _judge, "report": _report, "speed": _speed,
-        "diff": _diff, "sweep": _sweep,
+        "run": _run,
+        "judge": _judge,
+        "report": _report,
+        "speed": _speed,
+        "diff": _diff,
+        "sweep": _sweep,
     }
     command = commands[arguments.command]
     try:

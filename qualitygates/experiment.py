@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -287,8 +286,8 @@ def _number(table: Mapping[str, Any], section: str, key: str) -> float:
     if (
         not isinstance(value, (int, float))
         or isinstance(value, bool)
-        or not math.isfinite(value)
-        or value < 0
+        # Compared, not converted: a float cannot hold every whole number that TOML can.
+        or not 0 <= value < 1e300
     ):
         raise ExperimentError(
             f"{_at(section, key)} = {value!r} must be a finite number, not below 0"

@@ -12,6 +12,7 @@ from typing import Any
 
 from .errors import ExperimentError, RecordError
 from .records import content_hash
+from .shapes import check_gate, check_run
 from .verdict import look_alpha, resolve_margins
 
 Run = Mapping[str, Any]
@@ -91,6 +92,7 @@ def read_promise(gate: Mapping[str, Any]) -> Promise:
     """The promise of a gate dict; raises ExperimentError for anything missing, altered or not
     allowed.
     """
+    check_gate(gate)
     if gate.get("schema") != 1 or gate.get("kind") != "gate":
         raise ExperimentError(
             f"gate: schema {gate.get('schema')!r} of kind {gate.get('kind')!r}; "
@@ -240,6 +242,7 @@ def _check_run(promise: Promise, run: Run) -> None:
     missing = [key for key in _RUN_KEYS if key not in run]
     if missing:
         raise RecordError(f"record {run.get('arm')} seed {run.get('seed')}: {missing} missing")
+    check_run(run)
     missing = [key for key in _PAIRED if key not in run["pairing"]]
     missing += [key for key in _TRAINING_KEYS if key not in run["training"]]
     if missing:

@@ -50,7 +50,7 @@ def _plain(value: Any) -> Any:
     # Before sorting, because keys that are numbers sort otherwise once they have become text.
     try:
         return json.loads(json.dumps(value, allow_nan=False))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise RecordError(f"not plain JSON data: {error}") from error
 
 
@@ -127,7 +127,10 @@ def read_record(path: Path, *, kind: str = "run") -> Record:
         raise RecordError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         raise RecordError(f"{path}: not a whole JSON file: {error}") from error
-    fault = _fault(record, kind)
+    try:
+        fault = _fault(record, kind)
+    except (ValueError, RecursionError) as error:  # 1e999 reads as infinity
+        raise RecordError(f"{path}: not plain JSON data: {error}") from error
     if fault:
         raise RecordError(f"{path}: {fault}")
     return dict(record)

@@ -100,7 +100,7 @@ def resolve_margins(spec: str | Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _margin(key: str, value: Any) -> float:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value <= 0:
+    if not number or not 0 < value < 1e300:
         raise ExperimentError(f"margins: {key} = {value!r}; a margin is a finite number above 0")
     return float(value)
 

@@ -130,7 +130,7 @@ QUALITYGATES: dict[str, str] = {
     "qualitygates.stability": "errors sequence verdict",
     "qualitygates.slices": "errors influence verdict",
     "qualitygates.controls": "errors verdict",
-    "qualitygates.pairing": "errors records verdict",
+    "qualitygates.pairing": "errors records shapes verdict",
     "qualitygates.comparing": "influence pairing slices stability verdict",
     "qualitygates.judging": (
         "errors comparing controls forecast irreproducibility pairing speed.rules trajectory "

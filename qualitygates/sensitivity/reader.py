@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -80,7 +79,7 @@ class Reader:
     def number_of(self, value: Any, key: str, *, low: float, high: float) -> float:
         """`value` as a finite number above `low`, at most `high`."""
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or not low < value <= high:
+        if not number or not abs(value) < 1e300 or not low < value <= high:
             raise ExperimentError(
                 f"{self._at(key)} = {value!r} must be a number above {low:g}, at most {high:g}"
             )

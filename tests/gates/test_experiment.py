@@ -156,6 +156,11 @@ REFUSED: dict[str, tuple[str, str, str]] = {
     ),
     "inf in options": ("[train]", "[options]\nlr = inf\n[train]", "[options] lr: allowed"),
     "weak known-bad": ("[speed]", "[controls]\nknown_bad_margins = 0.5\n[speed]", "above 1"),
+    "endless known-bad": (
+        "[speed]",
+        f"[controls]\nknown_bad_margins = {10**400}\n[speed]",
+        "must be a finite number",
+    ),
     "huge known-bad": ("[speed]", "[controls]\nknown_bad_margins = 99\n[speed]", "at most 10"),
     "null as text": ("[speed]", '[controls]\nnull = "no"\n[speed]', "must be true or false"),
     "slices as text": ("[speed]", '[slices]\nprotected = "a"\n[speed]', "list of different slice"),

@@ -272,6 +272,45 @@ def test_a_sealed_record_of_another_form_is_named(tmp_path: Path, field: str) ->
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("field", ["plan_layers", "training.loss", "training.counters"])
+def test_the_commands_name_a_sealed_record_of_another_form(
+    tmp_path: Path, field: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def change(run: dict[str, Any], promise: dict[str, Any]) -> None:
+        *parents, last = field.split(".")
+        (run[parents[0]] if parents else run)[last] = FORMS[field]
+
+    on_disk(tmp_path / "gate", change)
+    for command in ("judge", "report"):
+        assert main([command, str(tmp_path / "gate")]) == 3
+        said = capsys.readouterr().err
+        assert f"{field} does not have the form" in said
+        assert "Traceback" not in said
+
+
+def test_losses_that_would_overflow_in_sums_are_no_record(tmp_path: Path) -> None:
+    """Alternating 1e308 and -1e308 sum to NaN, which no rule calls too large."""
+
+    def change(run: dict[str, Any], promise: dict[str, Any]) -> None:
+        run["training"]["loss"] = [1e308, -1e308] * 100
+
+    on_disk(tmp_path / "gate", change)
+    assert main(["judge", str(tmp_path / "gate")]) == 3
+
+
+def test_an_infinite_number_in_a_whole_record_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_disk(tmp_path / "gate", lambda run, promise: None)
+    path = tmp_path / "gate" / "runs" / "0.json"
+    text = path.read_text()
+    seconds = json.loads(text)["timing"]["train_s"]
+    path.write_text(text.replace(f'"train_s": {seconds}', '"train_s": 1e999'))
+    assert "1e999" in path.read_text()
+    assert main(["report", str(tmp_path / "gate")]) == 3
+    assert "not plain JSON data" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "change",
     [
