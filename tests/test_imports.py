@@ -246,7 +246,7 @@ SENSITIVITY = {
         "experiment locking records workload | branches confirm groups measuring options pool "
         "report search select spec store writing"
     ),
-    "effects": " | ",
+    "effects": "sequence | ",
     "groups": "errors | cost options spec",
     "measuring": "errors evaluating workload | branches effects pool screen spec store",
     "options": "errors | ",

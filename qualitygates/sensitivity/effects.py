@@ -1,4 +1,4 @@
-"""Paired effects of branches on the loss, with intervals; the confidence sequence; interactions."""
+"""Paired effects of branches on the loss, with intervals; interactions."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
 from scipy.special import chdtri, stdtrit
 
-Floats = NDArray[np.float64]
+from ..sequence import confidence_sequence
+
 Result = Mapping[str, Any]
 
 LEVEL: Final = 0.9
 """Coverage of the two-sided intervals of effects."""
-_FIRST_BOUND: Final = 8
 PRIOR_DOF: Final = 4
 """Degrees of freedom of the common seed variance in an arm's own."""
 # A branch that crashed or gave no finite evaluation: worse than any number, and not averaged.
@@ -120,32 +119,6 @@ def _effect(pairs: Sequence[Paired], common: float) -> Effect:
         half = float(stdtrit(dof, (1 + LEVEL) / 2)) * math.sqrt(v_seed + v_example)
     calibration = float(np.mean([p.calibration for p in pairs]))
     return Effect(estimate, estimate - half, estimate + half, seeds, v_seed, v_example, calibration)
-
-
-def confidence_sequence(
-    values: ArrayLike, *, alpha: float = 0.05, planned: int | None = None
-) -> tuple[Floats, Floats]:
-    """Mean after each value, and a half-width that holds at all times at once, [n] each.
-
-    Waudby-Smith et al. 2021: sigma sqrt(2 (t r^2 + 1) / (t r)^2 log(sqrt(t r^2 + 1) / alpha)), with
-    r chosen to be tightest after `planned` values, and sigma inflated by the lag-1 long-run factor
-    (1 + c) / (1 - c). Infinite before the 8th value, where sigma is hardly known.
-    """
-    x = np.asarray(values, np.float64)
-    t = np.arange(1, len(x) + 1, dtype=np.float64)
-    mean = np.cumsum(x) / t
-    square = np.cumsum(x**2) / t
-    variance = np.maximum(square - mean**2, 0.0) * t / np.maximum(t - 1, 1)
-    lag = np.concatenate([[0.0], np.cumsum((x[1:] - mean[1:]) * (x[:-1] - mean[1:]))])
-    correlation = np.divide(lag / t, variance, out=np.zeros_like(lag), where=variance > 0)
-    c = np.clip(correlation, 0.0, 0.9)
-    sigma = np.sqrt(variance * (1 + c) / (1 - c))
-    # Minimizes the width at t = planned: r^2 = (-2 log a + log(-2 log a) + 1) / t.
-    log = -2 * math.log(alpha)
-    r2 = (log + math.log(log) + 1) / (planned or len(x))
-    inside = 2 * (t * r2 + 1) / (t**2 * r2) * np.log(np.sqrt(t * r2 + 1) / alpha)
-    half = np.where(t < _FIRST_BOUND, math.inf, sigma * np.sqrt(inside))
-    return mean, half
 
 
 def training_bounds(pairs: Sequence[Paired], *, alpha: float = 0.05) -> tuple[float, float]:
