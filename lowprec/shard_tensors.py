@@ -23,13 +23,10 @@ Metadata = tuple[Cast, torch.Tensor | None]
 aten = torch.ops.aten
 
 
-def weight_cast(layer: Linear, *, stage: int | None = None) -> Cast | str:
-    """The one cast that serves the weight in fprop and dgrad, or why there is none.
-
-    stage: the index of one stage of the layer; None asks about all of the plan in force.
-    """
+def weight_cast(layer: Linear) -> Cast | str:
+    """The one cast that serves the weight in fprop and dgrad at all times, or why there is none."""
     products = layer.lowprec_products
-    stages = products.stages[products.first :] if stage is None else [products.stages[stage]]
+    stages = products.stages[products.first :]
     gemms = [getattr(one.policy, name) for one in stages for name in PRODUCTS[:2]]
     wanted = {gemm.right if isinstance(gemm, Gemm) else None for gemm in gemms}
     if len(wanted) > 1:

@@ -153,14 +153,17 @@ def _judge_offline(arguments: argparse.Namespace) -> int:
 
 def _report(arguments: argparse.Namespace) -> int:
     from .judging import judge_records
+    from .locking import folder_lock
     from .records import load_evidence, read_speed
     from .report import write_report
 
     if not arguments.folder.is_dir():
         raise RecordError(f"{arguments.folder} is not a folder; `report` takes a gate's folder")
-    gate, runs = load_evidence([arguments.folder])
-    verdict = judge_records(gate, runs, speed=read_speed(arguments.folder))
-    write_report(arguments.folder, gate, runs, verdict=verdict)
+    # A gate that runs in the folder writes these files itself.
+    with folder_lock(arguments.folder):
+        gate, runs = load_evidence([arguments.folder])
+        verdict = judge_records(gate, runs, speed=read_speed(arguments.folder))
+        write_report(arguments.folder, gate, runs, verdict=verdict)
     print(f"report: {arguments.folder / 'report.html'}")
     return 0
 

@@ -236,8 +236,8 @@ SENSITIVITY = {
         " spec store writing"
     ),
     "branches": (
-        "errors evaluating experiment metrics running.places records runs seeding workload "
-        "workloads.part | options"
+        "errors evaluating experiment grouping metrics running.places records runs seeding "
+        "workload workloads.part | options"
     ),
     "command": " | bisect driver report spec",
     "confirm": "experiment gate slices | ",

@@ -25,6 +25,7 @@ import lowprec
 from ..errors import DataError, ExperimentError, GateError
 from ..evaluating import mean_task_loss
 from ..experiment import Experiment
+from ..grouping import BUCKETS
 from ..metrics import recalibrated
 from ..records import content_hash
 from ..running.places import Place, on_device
@@ -37,7 +38,6 @@ from .options import ALL_BF16
 Arm = Mapping[str, str]
 """Layer -> policy text; layers that are not named run in BF16."""
 _EVALUATION_BATCH = 8192
-_BUCKETS = 4096
 
 
 @dataclass(frozen=True)
@@ -236,7 +236,7 @@ def _evaluation_rows(workload: Part, most: int) -> _Rows:
         if seen >= most:
             break
     keys = [batch.clusters[workload.clusters] for batch in batches]
-    ids = np.unique(np.concatenate(keys), return_inverse=True)[1] % _BUCKETS
+    ids = np.unique(np.concatenate(keys), return_inverse=True)[1] % BUCKETS
     parts = np.split(ids, np.cumsum([len(one) for one in keys])[:-1])
     return _Rows(batches, parts, int(ids.max()) + 1)
 

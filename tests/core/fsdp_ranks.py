@@ -99,7 +99,7 @@ def invariance(rank: int, ranks: int) -> dict[str, Any]:
     return found
 
 
-def train(model: Any, policy: str, rank: int, ranks: int, *, steps: range) -> dict[str, Any]:
+def train(model: Any, rank: int, ranks: int, *, steps: range) -> dict[str, Any]:
     """Train a sharded model on this rank's rows; codes and summed losses of every step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return go_on(model, optimizer, rank, ranks, steps=steps)
@@ -130,14 +130,14 @@ def trained(rank: int, ranks: int) -> dict[str, Any]:
         model = wrap(mlp(), policy)
         mesh = init_device_mesh("cpu", (ranks,))
         shard_quantized(model, mesh, blocks=linears(model))
-        found[name] = train(model, policy, rank, ranks, steps=range(STEPS))
+        found[name] = train(model, rank, ranks, steps=range(STEPS))
     return found
 
 
 def two_dimensional(rank: int, ranks: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
     model = shard_quantized(wrap(mlp()), mesh)
-    return train(model, TILES, rank, ranks, steps=range(STEPS))
+    return train(model, rank, ranks, steps=range(STEPS))
 
 
 def on_the_wire(rank: int, ranks: int) -> dict[str, int]:
@@ -211,7 +211,7 @@ def saved(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     half = STEPS - 1
     mesh = init_device_mesh("cpu", (ranks,))
     model = shard_quantized(wrap(mlp(), RANDOM), mesh)
-    whole = train(model, RANDOM, rank, ranks, steps=range(STEPS))
+    whole = train(model, rank, ranks, steps=range(STEPS))
     model = shard_quantized(wrap(mlp(), RANDOM), mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     go_on(model, optimizer, rank, ranks, steps=range(half))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from qualitygates.__main__ import main
 from qualitygates.errors import ExperimentError
 from qualitygates.locking import folder_lock
 
@@ -47,6 +48,16 @@ def test_a_second_process_is_refused_and_told_who_holds_the_folder(holder, tmp_p
     holder.communicate()
     with folder_lock(tmp_path / "gate"):
         pass
+
+
+def test_a_report_waits_for_no_running_gate_and_says_so(
+    holder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both would write the verdict and the page."""
+    assert holder.poll() is None
+    assert main(["report", str(tmp_path / "gate")]) == 3
+    assert "is in use by process" in capsys.readouterr().err
+    assert [one.name for one in (tmp_path / "gate").iterdir()] == [".lock"]
 
 
 def test_a_killed_holder_leaves_nothing_to_remove(holder, tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ def test_no_field_of_a_record_leads_out_of_the_folder(
     with pytest.raises(RecordError):
         RunStore(folder).save(RUNS[0] | field)
     assert {path for path in tmp_path.rglob("*") if folder not in path.parents} == before
-    assert sorted(one.name for one in folder.iterdir()) == ["gate.json", "runs"]
+    assert sorted(one.name for one in folder.iterdir()) == [".lock", "gate.json", "runs"]
 
 
 class Touch:
