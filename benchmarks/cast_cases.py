@@ -138,7 +138,7 @@ def fused_of(x: torch.Tensor) -> Iterator[Case]:
     """Norms and activations with the cast, and their backward."""
     cols = x.shape[1]
     weight, bias = (torch.randn(cols, device=x.device).bfloat16() for _ in range(2))
-    other = torch.randn_like(x)
+    other, third = torch.randn_like(x), torch.randn_like(x)
     rms = fused.normalize(x, MX, weight=weight)
     layer = fused.normalize(x, MX, weight=weight, bias=bias, centered=True)
     for done, centered in ((rms, False), (layer, True)):
@@ -193,7 +193,7 @@ def fused_of(x: torch.Tensor) -> Iterator[Case]:
         ),
         ("silu gate", "row", lambda: fused.activate(x, other, MX), 2, 0.85),
         ("gelu", "row", lambda: fused.activate(x, None, MX, kind="gelu"), 1, None),
-        ("silu gate backward", "", lambda: fused.activate_backward(other, x, other), 3, None),
+        ("silu gate backward", "", lambda: fused.activate_backward(third, x, other), 3, None),
     ]
     for op, direction, run, reads, bar in rows:
         extra = size(x) if "residual" in op else 0
@@ -203,6 +203,8 @@ def fused_of(x: torch.Tensor) -> Iterator[Case]:
 
 def peers_of(x: torch.Tensor) -> Iterator[Case]:
     """The same results by others: torchao's compiled cast if it is installed, else our own."""
+    # Each shape compiles for itself: past a limit of recompilations eager code would be timed.
+    torch._dynamo.reset()
     name, cast = _compiled_cast()
     weight = torch.ones(x.shape[1], device=x.device, dtype=x.dtype)
 

@@ -12,7 +12,7 @@ workers=()
 
 echo "== tests"
 timeout 240 "$python" -m pytest -q -m gpu tests/gpu/test_kernels_on_gpu.py \
-  tests/gpu/test_fused_on_gpu.py "${workers[@]}" -p no:cacheprovider --tb=short \
+  tests/gpu/test_fused_on_gpu.py "${workers[@]}" -p no:cacheprovider -p no:benchmark --tb=short \
   --junitxml="$out/tests.xml" >"$out/tests.log" 2>&1
 grep -E "^(FAILED|ERROR)|passed|failed" "$out/tests.log" | cut -c1-300 | tail -40
 
@@ -28,6 +28,6 @@ echo "== sanitizers"
 small='test_small_shapes_for_the_sanitizer'
 for tool in memcheck racecheck; do
   timeout 55 compute-sanitizer --tool "$tool" --error-exitcode 9 "$python" -m pytest -q -m gpu \
-    -p no:cacheprovider tests/gpu/test_fused_on_gpu.py -k "$small" >"$out/$tool.log" 2>&1
+    -p no:cacheprovider -p no:benchmark tests/gpu/test_fused_on_gpu.py -k "$small" >"$out/$tool.log" 2>&1
   echo "$tool: exit $?; $(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY' "$out/$tool.log" | tail -1)"
 done

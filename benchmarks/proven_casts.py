@@ -22,7 +22,7 @@ from lowprec.formats import Cast  # noqa: E402
 
 def casts_in(name: str) -> set[str]:
     """The casts among the parameters of a test's name, with what the test fuses them with."""
-    before = "rotation + " if "rotation" in name else "norm + " if "norm" in name else ""
+    before = next((f"{one} + " for one in ("rotation", "norm", "gate") if one in name), "")
     found = set()
     for part in re.findall(r"\[(.*)\]", name)[:1]:
         for text in part.split("-"):

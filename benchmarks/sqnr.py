@@ -363,10 +363,12 @@ def read(path: Path) -> list[Row]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[1:]]
 
 
-def write(path: Path, what: str, rows: Sequence[Row]) -> None:
+def write(
+    path: Path, what: str, rows: Sequence[Row], *, script: str = "benchmarks/sqnr.py"
+) -> None:
     """Write a record: what was run, then the rows."""
     versions = {"torch": torch.__version__, "numpy": np.__version__, "device": "cpu"}
-    head = {"what": what, "script": "benchmarks/sqnr.py", **versions}
+    head = {"what": what, "script": script, **versions}
     text = "".join(json.dumps(row) + "\n" for row in (head, *rows))
     path.write_text(text, encoding="utf-8")
 

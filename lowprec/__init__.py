@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from lowprec.acceptance import Acceptance, load_acceptance
+    from lowprec.attention_call import Mask
+    from lowprec.attention_policy import AttentionPolicy
+    from lowprec.calibration import Calibration, load_calibration
     from lowprec.conversion import apply, restore
     from lowprec.errors import (
         AcceptanceError,
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
     )
     from lowprec.formats import FORMATS, Cast, Format
     from lowprec.identity import Fingerprint, fingerprint
-    from lowprec.nn import Linear, NormLinear
+    from lowprec.nn import Attention, GatedLinear, Linear, NormLinear, Rotary
     from lowprec.ops import dequantize, quantize
     from lowprec.planning import Plan, plan
     from lowprec.recipe import Recipe, load_recipe
@@ -33,11 +36,16 @@ __all__ = [
     "FORMATS",
     "Acceptance",
     "AcceptanceError",
+    "Attention",
+    "AttentionPolicy",
+    "Calibration",
     "Cast",
     "Fingerprint",
     "Format",
+    "GatedLinear",
     "Linear",
     "LowprecError",
+    "Mask",
     "NormLinear",
     "Observation",
     "Plan",
@@ -46,12 +54,14 @@ __all__ = [
     "RandomStream",
     "Recipe",
     "RecipeError",
+    "Rotary",
     "UnsupportedError",
     "__version__",
     "apply",
     "dequantize",
     "fingerprint",
     "load_acceptance",
+    "load_calibration",
     "load_recipe",
     "observe",
     "plan",
@@ -67,11 +77,16 @@ _HOME: Final = {
     "FORMATS": "formats",
     "Acceptance": "acceptance",
     "AcceptanceError": "errors",
+    "Attention": "nn",
+    "AttentionPolicy": "attention_policy",
+    "Calibration": "calibration",
     "Cast": "formats",
     "Fingerprint": "identity",
     "Format": "formats",
+    "GatedLinear": "nn",
     "Linear": "nn",
     "LowprecError": "errors",
+    "Mask": "attention_call",
     "NormLinear": "nn",
     "Observation": "telemetry",
     "Plan": "planning",
@@ -80,12 +95,14 @@ _HOME: Final = {
     "RandomStream": "rng",
     "Recipe": "recipe",
     "RecipeError": "errors",
+    "Rotary": "nn",
     "UnsupportedError": "errors",
     "__version__": "version",
     "apply": "conversion",
     "dequantize": "ops",
     "fingerprint": "identity",
     "load_acceptance": "acceptance",
+    "load_calibration": "calibration",
     "load_recipe": "recipe",
     "observe": "telemetry",
     "plan": "planning",

@@ -1,4 +1,4 @@
-"""python -m lowprec recipes | show NAME | plan FILE:FUNC RECIPE [--hardware NAME] | formats."""
+"""python -m lowprec recipes | show NAME | plan FILE:FUNC RECIPE | formats | calibrate."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from typing import Any, Final, NoReturn
 
 import torch
 
+from lowprec.calibrating import measure
+from lowprec.calibration import load_calibration
 from lowprec.errors import LowprecError, PlanError
 from lowprec.formats import ALL, FORMATS
-from lowprec.hardware import NAMED, named
+from lowprec.hardware import NAMED, current, named
 from lowprec.planning import plan
 from lowprec.recipe import load_recipe, shipped_recipes
 from lowprec.table import render
@@ -43,13 +45,15 @@ class _Loader(SourceFileLoader):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns 0, or 3 with one line on stderr when the input is wrong."""
     arguments = _parser().parse_args(argv)
+    commands: dict[str, Callable[[], list[str]]] = {
+        "recipes": _recipes,
+        "show": lambda: [load_recipe(arguments.name).to_toml().rstrip()],
+        "plan": lambda: [_plan(arguments)],
+        "formats": _formats,
+        "calibrate": lambda: _calibrate(arguments),
+    }
     try:
-        lines = {
-            "recipes": _recipes,
-            "show": lambda: [load_recipe(arguments.name).to_toml().rstrip()],
-            "plan": lambda: [_plan(arguments)],
-            "formats": _formats,
-        }[arguments.command]()
+        lines = commands[arguments.command]()
     except LowprecError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return BROKEN
@@ -68,8 +72,28 @@ def _parser() -> argparse.ArgumentParser:
     plan_.add_argument("recipe", help="a shipped recipe, or the path of a TOML file")
     plan_.add_argument("--hardware", help=f"plan for {', '.join(NAMED)}; default: this machine")
     plan_.add_argument("--steps", type=int, help="training steps, for recipes with a schedule")
+    plan_.add_argument(
+        "--calibration", help="keep BF16 where the prediction is no gain: NAME, FILE"
+    )
+    plan_.add_argument("--rows", type=int, help="tokens a layer gets in a forward call on a device")
     commands.add_parser("formats", help="list the formats")
+    calibrate = commands.add_parser("calibrate", help="measure this GPU: rates by shape, a minute")
+    calibrate.add_argument("--out", type=Path, help="TOML file; default: the GPU's name, here")
     return parser
+
+
+def _calibrate(arguments: argparse.Namespace) -> list[str]:
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    out: Path = arguments.out or Path(f"{current().name}.toml")
+    found = measure(out, say=say)
+    # With a slash: a bare name is a shipped calibration.
+    file = str(out) if out.is_absolute() else f"./{out}"
+    return [
+        f"{file}: {len(found.tables)} kernels of {found.device}, torch {found.torch}",
+        f"use it: python -m lowprec plan FILE.py:FUNCTION RECIPE --calibration {file} --rows ROWS",
+    ]
 
 
 def _recipes() -> list[str]:
@@ -102,6 +126,11 @@ def _plan(arguments: argparse.Namespace) -> str:
     # All that can be wrong here is said before code of the user's runs, which may take long.
     recipe = load_recipe(arguments.recipe)
     hardware = None if arguments.hardware is None else named(arguments.hardware)
+    prices = None if arguments.calibration is None else load_calibration(arguments.calibration)
+    if (prices is None) != (arguments.rows is None):
+        raise PlanError("--calibration and --rows go together: a prediction needs both")
+    if prices is not None:  # a plan that is only printed needs no machine
+        hardware = hardware or prices.hardware
     # The plan is what stdout holds; what the file prints goes past it.
     with contextlib.redirect_stdout(sys.stderr), _first_on_path(Path(file).resolve().parent):
         build = _builder(file, function, _run_file(file))
@@ -109,7 +138,8 @@ def _plan(arguments: argparse.Namespace) -> str:
             model = build()
         if not isinstance(model, torch.nn.Module):
             raise PlanError(f"{target} returned {type(model).__qualname__}, not a torch.nn.Module")
-        return str(plan(model, recipe, hardware=hardware, steps=arguments.steps))
+        options = {"steps": arguments.steps, "calibration": prices, "rows": arguments.rows}
+        return str(plan(model, recipe, hardware=hardware, **options))
 
 
 def _run_file(file: str) -> dict[str, Any]:

@@ -8,6 +8,11 @@ from typing import Any
 import torch
 
 from lowprec.acceptance import Acceptance, load_acceptance
+from lowprec.attention_conversion import (
+    checked_attentions,
+    convert_attention,
+    restore_attentions,
+)
 from lowprec.coverage import left_alone_because, linear_layers
 from lowprec.errors import PlanError
 from lowprec.layer_plan import LayerPlan
@@ -56,6 +61,9 @@ def apply(
                 f"the plan leaves layer {layer.name!r} as it is, which an earlier plan converted; "
                 "call lowprec.restore(model) first"
             )
+    attentions = checked_attentions(model, plan.attentions)
+    for one, decision in attentions:
+        convert_attention(one, decision)
     for module, layer in covered:
         if isinstance(module, Linear):
             module.lowprec_products.replan(layer.stages, seed=plan.seed)
@@ -89,12 +97,17 @@ def restore(model: torch.nn.Module) -> torch.nn.Module:
     """
     originals: dict[Any, Any] = {ours: theirs for theirs, ours in REPLACEMENTS.items()}
     wrapped = [(n, m) for n, m in model.named_modules() if "lowprec_applied" in m.__dict__]
-    wrapped = [(name, module) for name, module in wrapped if module.lowprec_applied]
+    wrapped = [
+        (name, module)
+        for name, module in wrapped
+        if module.lowprec_applied and "lowprec_attention" not in module.__dict__
+    ]
     for name, module in wrapped:
         if type(module) not in originals:
             raise PlanError(
                 f"layer {name!r} became a {type(module).__qualname__} after apply; undo that first"
             )
+    restore_attentions(model)
     for _, module in wrapped:
         del module.lowprec_products, module.lowprec_applied
         module.__class__ = originals[type(module)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from types import MappingProxyType
@@ -219,8 +219,15 @@ class Cast:
     format: Format
     scale_rule: ScaleRule
     rounding: Rounding = Rounding.NEAREST
+    text: str = field(init=False, repr=False, compare=False)
+    """As it is written. Made at once: torch.compile traces no method that makes text."""
 
     def __post_init__(self) -> None:
+        text = self.format.name
+        if self.scale_rule is not self.format.scale_rules[0]:
+            text += f":{self.scale_rule}"
+        text = f"{text}:{self.rounding}" if self.stochastic else text
+        object.__setattr__(self, "text", text)
         if self.scale_rule not in self.format.scale_rules:
             allowed = ", ".join(self.format.scale_rules)
             raise UnsupportedError(
@@ -263,7 +270,4 @@ class Cast:
         return cls(fmt, ScaleRule(options[0]), rounding)
 
     def __str__(self) -> str:
-        text = self.format.name
-        if self.scale_rule is not self.format.scale_rules[0]:
-            text += f":{self.scale_rule}"
-        return f"{text}:{self.rounding}" if self.stochastic else text
+        return self.text

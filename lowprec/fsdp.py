@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,8 +20,11 @@ from torch.distributed.tensor import DTensor
 from lowprec.errors import PlanError
 from lowprec.formats import Cast
 from lowprec.nn import Linear
+from lowprec.recipe import Recipe
 from lowprec.shard_tensors import ShardedWeight, weight_cast
 from lowprec.table import render
+
+_REDUCE: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -99,12 +102,14 @@ def shard_quantized(
     blocks: Iterable[torch.nn.Module] = (),
     reshard_after_forward: bool | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen
+    recipe: Recipe | None = None,
     **options: Any,
 ) -> torch.nn.Module:
     """Shard a converted model by FSDP2 so that weights cast in square tiles travel as codes.
 
     mesh: one dimension (FSDP) or two, replicate then shard (HSDP). blocks: the modules that are
-    gathered one at a time, innermost first; the rest goes with the model itself. Further options
+    gathered one at a time, innermost first; the rest goes with the model itself. recipe: in what
+    gradients are summed over ranks, its `reduce`; without one mp_policy says it. Further options
     are those of torch's fully_shard. Call `lowprec.apply` first. A weight is cast from the dtype in
     which its shard is kept, never from a copy rounded to mp_policy.param_dtype. What
     `lowprec.fsdp.shard_plan` shows is what happens. Raises PlanError for a model that is sharded
@@ -122,6 +127,8 @@ def shard_quantized(
     inside = {id(module) for module in model.modules()}
     if any(id(block) not in inside for block in blocks):
         raise PlanError("shard_quantized: one of the blocks is not a module of this model")
+    if recipe is not None:
+        mp_policy = reduce_policy(recipe, mp_policy)
     plan = shard_plan(model, mesh, mp_policy=mp_policy)
     for one in plan.weights:
         layer = model.get_submodule(one.name)
@@ -131,6 +138,26 @@ def shard_quantized(
     for module in (*blocks, model):
         fully_shard(module, reshard_after_forward=reshard_after_forward, **shared)
     return model
+
+
+def reduce_policy(
+    recipe: Recipe,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen
+) -> MixedPrecisionPolicy:
+    """FSDP2's policy with the dtype in which the recipe wants gradients summed, if it says one.
+
+    Raises PlanError when mp_policy says another.
+    """
+    chosen = recipe.transport.reduce
+    if chosen is None:
+        return mp_policy
+    dtype = _REDUCE[chosen]
+    if mp_policy.reduce_dtype not in (None, dtype):
+        raise PlanError(
+            f"recipe {recipe.name} sums gradients in {chosen}, mp_policy.reduce_dtype is "
+            f"{mp_policy.reduce_dtype}; leave one of the two out"
+        )
+    return replace(mp_policy, reduce_dtype=dtype)
 
 
 def _shards(mesh: DeviceMesh) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,8 @@ from lowprec.backends import GemmBackends
 from lowprec.formats import ALL
 from lowprec.hardware import Hardware
 from lowprec.policy import ALL_BF16, PRODUCTS, SKIP, Gemm, LinearPolicy, Product, parse_product
+from lowprec.predicted_table import why_bf16
+from lowprec.predicting import Prediction
 from lowprec.stages import Stage
 
 
@@ -20,6 +22,8 @@ class LayerPlan:
 
     `converted` is False for a layer that keeps its torch class and runs as it always did. `notes`
     are facts about the layer, `reasons` say why its policy is not simply what the rule asked.
+    `predicted` is its time where the plan had a calibration, for a layer that stays BF16 because of
+    it what it would have been; no decision in itself, it is in no hash.
     """
 
     name: str
@@ -29,6 +33,7 @@ class LayerPlan:
     rule: str
     notes: tuple[str, ...]
     reasons: tuple[str, ...]
+    predicted: Prediction | None = None
 
     @classmethod
     def of(
@@ -54,6 +59,22 @@ class LayerPlan:
         """The plan of a layer that keeps its class, for `reason`."""
         stages = (Stage(0, ALL_BF16, {}),)
         return cls(name, shape, stages, False, rule, tuple(notes), (f"left as it is: {reason}",))
+
+    def priced(self, predictions: Sequence[Prediction | str], gpu: str) -> LayerPlan:
+        """The layer with what its quantizing stages are predicted to take, or why not.
+
+        It stays BF16 when none of them gains; a time that is not known keeps it as the rule asked.
+        """
+        known = [one for one in predictions if isinstance(one, Prediction)]
+        if not known or len(known) < len(predictions):
+            unknown = [f"not predicted: {one}" for one in predictions if isinstance(one, str)]
+            return dataclasses.replace(self, notes=(*self.notes, *dict.fromkeys(unknown)))
+        best = max(known, key=lambda one: one.speedup)
+        if not all(one.keeps_bf16 for one in known):
+            return dataclasses.replace(self, predicted=known[0])
+        reason = why_bf16(best, self.shape, gpu)
+        kept = LayerPlan.left_alone(self.name, self.shape, reason, rule=self.rule, notes=self.notes)
+        return dataclasses.replace(kept, predicted=best)
 
     @property
     def policy(self) -> LinearPolicy:
@@ -139,17 +160,22 @@ class LayerPlan:
             "rule": self.rule,
             "notes": list(self.notes),
             "reasons": list(self.reasons),
+            **({"predicted": dataclasses.asdict(self.predicted)} if self.predicted else {}),
         }
 
     @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> LayerPlan:
-        """Read `to_data`; raises KeyError, TypeError, ValueError or UnsupportedError on damage."""
+    def from_data(cls, data: Mapping[str, Any], hardware: Hardware) -> LayerPlan:
+        """Read `to_data` of a plan for `hardware`.
+
+        Raises KeyError, TypeError, ValueError or UnsupportedError on damage.
+        """
         n, k = data["shape"]
         stages = [
-            Stage(
-                from_step=one["from_step"],
-                policy=LinearPolicy(**{key: parse_product(one["policy"][key]) for key in PRODUCTS}),
-                backends={key: GemmBackends(**b) for key, b in one["backends"].items()},
+            Stage.with_backends(
+                one["from_step"],
+                LinearPolicy(**{key: parse_product(one["policy"][key]) for key in PRODUCTS}),
+                {key: GemmBackends(**b) for key, b in one["backends"].items()},
+                hardware,
             )
             for one in data["stages"]
         ]
@@ -161,6 +187,7 @@ class LayerPlan:
             rule=data["rule"],
             notes=tuple(data["notes"]),
             reasons=tuple(data["reasons"]),
+            predicted=Prediction(**data["predicted"]) if "predicted" in data else None,
         )
 
 

@@ -15,17 +15,24 @@ _SHOWN: Final = 5
 
 
 def deciding_rules(
-    recipe: Recipe, layers: Mapping[str, Sequence[str]], *, steps: int | None
+    recipe: Recipe,
+    layers: Mapping[str, Sequence[str]],
+    *,
+    steps: int | None,
+    kind: str = "linear",
 ) -> dict[int, dict[str, int]]:
     """Index of the rule that decides each layer, by the step from which it does.
 
     layers: name -> all names of that layer (a module that is registered twice has two), in the
     model's order. steps: of the whole training, for rules that hold for its last part. Step 0 is
-    always there; layers without a rule are absent. Raises PlanError for a rule that matches no
-    layer or whose every layer is decided by later rules, with the nearest layer names.
+    always there; layers without a rule are absent; rules of another kind are passed over. Raises
+    PlanError for a rule that matches no layer or whose every layer is decided by later rules, with
+    the nearest layer names.
     """
     owners = {alias: name for name, aliases in layers.items() for alias in aliases}
-    matches = [_matched(rule, list(layers), owners) for rule in recipe.rules]
+    matches = [
+        _matched(rule, list(layers), owners) if rule.kind == kind else [] for rule in recipe.rules
+    ]
     starts = _starts(recipe, steps)
     decided: dict[int, dict[str, int]] = {}
     for start in sorted({0, *starts}):
@@ -36,6 +43,8 @@ def deciding_rules(
             for name in names
         }
     for index, (rule, names) in enumerate(zip(recipe.rules, matches, strict=True)):
+        if rule.kind != kind:
+            continue
         where = f"recipe {recipe.name}: rule {index + 1} (match = {rule.match!r})"
         if not names:
             raise PlanError(f"{where} matches no {rule.kind} layer; {_nearest(rule.match, layers)}")

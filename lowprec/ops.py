@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from lowprec.attention_call import NO_MASK, AttentionCall, Mask
+from lowprec.attention_checks import check_offsets, check_tensors
+from lowprec.attention_policy import AttentionPolicy
 from lowprec.backends import MODULES, choose
+from lowprec.backends.attention import ATTENTION_MODULES
 from lowprec.backends.facts import Facts
 from lowprec.errors import UnsupportedError
 from lowprec.formats import Cast
@@ -64,6 +68,27 @@ def quantize(
     return result
 
 
+def quantize_both(
+    x: torch.Tensor,
+    casts: tuple[Cast, Cast],
+    *,
+    generators: tuple[RandomStream | None, RandomStream | None] = (None, None),
+    backend: str,
+) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """`quantize` x [..., R, C] along its last axis and along the one before.
+
+    A backend that has a kernel for both reads x once; the bits are those of two calls.
+    """
+    both = getattr(_module(backend), "quantize_both", None)
+    if both is not None:
+        found: tuple[QuantizedTensor, QuantizedTensor] = both(x, *casts, streams=generators)
+        return found
+    return (
+        quantize(x, casts[0], axis=-1, generator=generators[0], backend=backend),
+        quantize(x, casts[1], axis=-2, generator=generators[1], backend=backend),
+    )
+
+
 def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Values of a quantized tensor: code x scale (x outer), in `dtype`, shape of the source."""
     if not isinstance(q, QuantizedTensor):
@@ -96,6 +121,52 @@ def matmul(
         )
     result: torch.Tensor = _module(backend).matmul(a, b, bias=bias, out_dtype=out_dtype)
     return result
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None,
+    *,
+    policy: AttentionPolicy | str,
+    activation: Literal["softmax", "gelu", "silu"] = "softmax",
+    mask: Mask = NO_MASK,
+    bias: torch.Tensor | None = None,
+    scale: float | None = None,
+    check_lengths: bool = True,
+    backend: str = "",
+) -> torch.Tensor:
+    """Attention over sequences of any lengths laid end to end: o [Tq, H, D], differentiable.
+
+    q [Tq, H, D], k and v [Tk, Hkv, D] with Hkv dividing H, bfloat16, float32 or float64 (without
+    casts float64 is exact, the others multiply in bfloat16); D a multiple of 16 up to 256.
+    cu_seqlens_q, cu_seqlens_k: int32 [B + 1], 0 and then the end of each sequence; None for the
+    keys takes the queries'. policy: an AttentionPolicy or its text. bias: [H or 1, longest query,
+    longest key], added before the activation, shared by the sequences. scale: of q k^T, None for
+    1 / sqrt(D). Formulas, masks and layouts: lowprec.attention_call. A query without keys gives
+    zeros. check_lengths: whether the values of cu_seqlens are looked at, which on a GPU waits for
+    it once for each pair of tensors; False trusts them. backend: a name, or "" for the first that
+    does not refuse. Raises UnsupportedError for shapes, dtypes, offsets, a bias or a mask that do
+    not fit.
+    """
+    from lowprec.attention_ops import How, attend  # registers ops, slower than all other imports
+
+    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    check_tensors(q, k, v, bias)
+    check_offsets("cu_seqlens_q", cu_seqlens_q, q)
+    check_offsets("cu_seqlens_k", cu_seqlens_k, q)
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    call = AttentionCall(activation, mask, scale, bias is not None and bias.requires_grad)
+    if backend not in ("", *ATTENTION_MODULES):
+        raise UnsupportedError(
+            f"unknown attention backend {backend!r}; known: {', '.join(ATTENTION_MODULES)}"
+        )
+    how = How(
+        call, policy if isinstance(policy, str) else policy.text, backend, check=check_lengths
+    )
+    return attend((q, k, v), cu_seqlens_q, cu_seqlens_k, bias, how)
 
 
 def _hardware_of(x: torch.Tensor) -> Hardware:

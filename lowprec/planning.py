@@ -9,8 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+import torch
 from torch import nn
 
+from lowprec.attention_planning import AttentionPlan, attention_plans, without_rule
+from lowprec.attention_planning import table as attention_table
+from lowprec.attention_policy import AttentionPolicy
+from lowprec.calibration import Calibration, load_calibration
 from lowprec.coverage import Uncovered, left_alone_because, linear_layers, tied_names, uncovered
 from lowprec.errors import PlanError, UnsupportedError
 from lowprec.formats import nearest_names
@@ -18,6 +23,8 @@ from lowprec.hardware import Hardware, current, named
 from lowprec.layer_plan import LayerPlan, stages_of
 from lowprec.matching import deciding_rules
 from lowprec.policy import PRODUCTS, SKIP, Gemm, LinearPolicy
+from lowprec.predicted_table import lines as predicted_lines
+from lowprec.predicting import Work, predict
 from lowprec.recipe import Recipe
 from lowprec.stages import Stage
 from lowprec.table import render
@@ -35,6 +42,8 @@ class Plan:
     layers: tuple[LayerPlan, ...]
     uncovered: tuple[Uncovered, ...]
     seed: int = 0
+    calibration: str = ""
+    attentions: tuple[AttentionPlan, ...] = ()
 
     @property
     def hash(self) -> str:
@@ -43,6 +52,8 @@ class Plan:
         The seed counts where random bits are drawn.
         """
         decisions = [dataclasses.astuple(self.hardware), [one.decisions() for one in self.layers]]
+        if self.attentions:
+            decisions.append([one.decisions() for one in self.attentions])
         random = any(stage.policy.random for layer in self.layers for stage in layer.stages)
         return _sha256([*decisions, self.seed] if random else decisions)
 
@@ -81,6 +92,17 @@ class Plan:
         known = [layer.name for layer in self.layers]
         raise PlanError(f"the plan has no layer {name!r}; {nearest_names(name, known)}")
 
+    def with_attention(self, name: str, policy: AttentionPolicy | str, *, why: str) -> Plan:
+        """`with_layer` for an attention; policy: an AttentionPolicy or its text."""
+        if name not in [one.name for one in self.attentions]:
+            known = nearest_names(name, [one.name for one in self.attentions])
+            raise PlanError(f"the plan has no attention {name!r}; {known}")
+        attentions = tuple(
+            one.by_hand(policy, self.hardware, why=why) if one.name == name else one
+            for one in self.attentions
+        )
+        return dataclasses.replace(self, attentions=attentions)
+
     def with_layer(self, name: str, policy: LinearPolicy | str, *, why: str) -> Plan:
         """The same plan with another policy for one layer at every step, and the reason for it.
 
@@ -90,17 +112,20 @@ class Plan:
         """
         policy = LinearPolicy.parse(policy) if isinstance(policy, str) else policy
         old = self.layer(name)
-        if not old.converted:
+        if not old.converted and old.predicted is None:
             raise PlanError(f"layer {name!r} cannot be converted: {old.why}")
         stages = (Stage.of(policy, self.hardware),)
         new = LayerPlan.of(name, old.shape, stages, rule=f"set by hand: {why}", notes=old.notes)
         layers = tuple(new if layer is old else layer for layer in self.layers)
         return dataclasses.replace(self, layers=layers)
 
+    def _entries(self) -> dict[str, LayerPlan | AttentionPlan]:
+        linear: dict[str, LayerPlan | AttentionPlan] = {one.name: one for one in self.layers}
+        return linear | {one.name: one for one in self.attentions}
+
     def diff(self, other: Plan) -> tuple[str, ...]:
         """One line for each layer whose decision differs from `other`; empty when none does."""
-        mine = {layer.name: layer for layer in self.layers}
-        theirs = {layer.name: layer for layer in other.layers}
+        mine, theirs = self._entries(), other._entries()
         lines = []
         if self.hardware != other.hardware:
             lines.append(f"hardware: {self.hardware} -> {other.hardware}")
@@ -109,7 +134,10 @@ class Plan:
             if a is None or b is None:
                 lines.append(f"{name}: only in the {'second' if a is None else 'first'} plan")
             elif a.decisions() != b.decisions():
-                lines.append(f"{name}: {a.summary()} -> {b.summary()}")
+                texts = [one.summary() for one in (a, b)]
+                if texts[0] == texts[1]:  # the same precisions, computed by others
+                    texts = [f"{one.summary()} ({one.runs()})" for one in (a, b)]
+                lines.append(f"{name}: {texts[0]} -> {texts[1]}")
         return tuple(lines)
 
     def to_json(self) -> str:
@@ -122,6 +150,8 @@ class Plan:
             "seed": self.seed,
             "layers": [layer.to_data() for layer in self.layers],
             "uncovered": [dataclasses.asdict(entry) for entry in self.uncovered],
+            **({"calibration": self.calibration} if self.calibration else {}),
+            "attentions": [one.to_data() for one in self.attentions],
         }
         return json.dumps({**data, "checksum": _sha256(data)}, indent=1)
 
@@ -137,13 +167,17 @@ class Plan:
                 raise PlanError(f"stored plan has schema {schema!r}; this version reads {SCHEMA}")
             hardware = data["hardware"]
             capability = hardware["capability"] and tuple(hardware["capability"])
+            machine = Hardware(hardware["name"], hardware["device"], capability)
             return cls(
                 recipe=data["recipe"],
                 recipe_hash=data["recipe_hash"],
-                hardware=Hardware(hardware["name"], hardware["device"], capability),
-                layers=tuple(LayerPlan.from_data(layer) for layer in data["layers"]),
+                hardware=machine,
+                layers=tuple(LayerPlan.from_data(layer, machine) for layer in data["layers"]),
                 uncovered=tuple(Uncovered(**entry) for entry in data["uncovered"]),
                 seed=data["seed"],
+                calibration=data.get("calibration", ""),
+                # Absent in plans that were stored before there were any.
+                attentions=tuple(map(AttentionPlan.from_data, data.get("attentions", ()))),
             )
         except (ValueError, KeyError, TypeError, AttributeError, UnsupportedError) as error:
             raise PlanError(f"stored plan cannot be read: {error!r}") from error
@@ -162,6 +196,8 @@ class Plan:
         head = ["layer", "N x K", *PRODUCTS, "runs", "why"]
         lines = [f"plan {self.hash[:12]} of recipe {self.recipe} for {self.hardware}", ""]
         lines += render(head, rows)
+        if self.attentions:
+            lines += ["", *attention_table(self.attentions)]
         lines += ["", f"{self.quantized_share:.1%} of the known product flops run quantized."]
         if self.frozen:
             lines += ["", f"No weight gradient (wgrad is skipped): {', '.join(self.frozen)}"]
@@ -171,6 +207,13 @@ class Plan:
                 [u.name, u.kind, _flops_text(u.flops_per_row), u.reason] for u in self.uncovered
             ]
             lines += render(["parameter", "kind", "flops/row", "why"], entries)
+        if self.calibration:
+            known = [
+                (one.name, one.shape, one.predicted, one.converted)
+                for one in self.layers
+                if one.predicted is not None
+            ]
+            lines += ["", *predicted_lines(known, self.calibration)]
         return "\n".join(lines)
 
 
@@ -180,14 +223,19 @@ def plan(
     *,
     hardware: Hardware | str | None = None,
     steps: int | None = None,
+    calibration: Calibration | str | None = None,
+    rows: int | None = None,
 ) -> Plan:
     """Decide the precision of every layer of `model` by `recipe`, touching nothing.
 
     hardware: facts, a known name, or None for this machine. steps: of the whole training, for
-    recipes that change precision for its last part. The same inputs give the same plan; a model on
-    the meta device is enough. Raises PlanError when the model is already converted, when a rule
-    matches nothing or decides nothing, and when a quantizing recipe or one of its quantizing rules
-    would quantize nothing.
+    recipes that change precision for its last part. calibration: one, its file or the name of a
+    shipped one, with the rows (tokens) that a layer gets in one forward call on a device: layers
+    whose native products would not make forward and backward faster than BF16 then stay BF16. The
+    same inputs give the same plan; a model on the meta device is enough. Raises PlanError when the
+    model is already converted, when a rule matches nothing or decides nothing, when a quantizing
+    recipe or one of its quantizing rules would quantize nothing, and when the calibration is of
+    another machine or stale.
     """
     if not isinstance(model, nn.Module) or not isinstance(recipe, Recipe):
         raise PlanError(
@@ -197,6 +245,7 @@ def plan(
     if steps is not None and (type(steps) is not int or steps < 1):
         raise PlanError(f"steps is the number of training steps, at least 1, not {steps!r}")
     hardware = named(hardware) if isinstance(hardware, str) else hardware or current()
+    prices = _prices(calibration, rows, hardware)
     for name, module in model.named_modules():
         if module.__dict__.get("lowprec_applied"):
             raise PlanError(f"layer {name!r} is already converted; call lowprec.restore(model)")
@@ -214,10 +263,52 @@ def plan(
         reason = left_alone_because(module, parent=parent)
         layers.append(_layer(name, module, indices, recipe, hardware, notes=notes, reason=reason))
     result = Plan(recipe.name, recipe.hash, hardware, tuple(layers), uncovered(model), recipe.seed)
-    if recipe.quantizes and not any(layer.quantizes for layer in layers):
+    attentions = attention_plans(model, recipe, hardware, steps=steps)
+    outside = (*result.uncovered, *without_rule(model, recipe))
+    result = dataclasses.replace(result, attentions=attentions, uncovered=outside)
+    quantizes = [layer.quantizes for layer in layers] + [one.quantizes for one in attentions]
+    if recipe.quantizes and not any(quantizes):
         raise PlanError(_nothing_quantized(recipe, layers))
     _check_rules_take_effect(recipe, decided, {layer.name: layer for layer in layers})
-    return result
+    if prices is None or rows is None:
+        return result
+    norms = {name for name, _, parent, _ in found if _joins_norm(parent)}
+    priced = [_priced(layer, prices, rows, norm=layer.name in norms) for layer in layers]
+    return dataclasses.replace(result, layers=tuple(priced), calibration=prices.text)
+
+
+def _prices(
+    calibration: Calibration | str | None, rows: int | None, hardware: Hardware
+) -> Calibration | None:
+    """The calibration, checked against the machine; None without one."""
+    if rows is not None and (type(rows) is not int or rows < 1):
+        raise PlanError(f"rows is the number of tokens in a forward call, at least 1, not {rows!r}")
+    if (calibration is None) != (rows is None):
+        raise PlanError(
+            "a prediction needs both a calibration and rows, the tokens that a layer gets in one "
+            "forward call, as in plan(model, recipe, calibration='h200', rows=65536)"
+        )
+    if calibration is None:
+        return None
+    if not isinstance(calibration, Calibration):
+        calibration = load_calibration(calibration)
+    here = torch.__version__ if hardware == current() else None
+    calibration.check_fits(hardware, torch_here=here)
+    return calibration
+
+
+def _joins_norm(parent: nn.Module) -> bool:
+    # By name: planning imports no layer of ours.
+    kind = type(parent)
+    return kind.__name__ == "NormLinear" and kind.__module__.partition(".")[0] == "lowprec"
+
+
+def _priced(layer: LayerPlan, prices: Calibration, rows: int, *, norm: bool) -> LayerPlan:
+    if not layer.converted or not layer.quantizes:
+        return layer
+    work = Work(layer.shape, rows, norm=norm)
+    quantizing = [stage for stage in layer.stages if stage.policy.quantizes]
+    return layer.priced([predict(stage, work, prices) for stage in quantizing], prices.gpu)
 
 
 def _layer(
@@ -244,7 +335,7 @@ def _layer(
         reason = f"{side}: a vector product has no low-precision gain"
     if reason is not None:
         return LayerPlan.left_alone(name, shape, reason, rule=rule, notes=notes)
-    stages = stages_of({at: recipe.rules[i].policy for at, i in indices.items()}, hardware)
+    stages = stages_of({at: recipe.rules[i].linear for at, i in indices.items()}, hardware)
     changes = [
         f"from step {stage.from_step} {stage.policy} (rule {indices[stage.from_step] + 1}: "
         f"{recipe.rules[indices[stage.from_step]].why})"
@@ -261,8 +352,9 @@ def _check_rules_take_effect(
         for name, index in stage.items():
             deciders.setdefault(index, {})[name] = None
     for index, rule in enumerate(recipe.rules):
-        names = list(deciders[index])
-        if rule.policy.quantizes and not any(layers[name].converted for name in names):
+        names = list(deciders.get(index, ()))
+        linear = rule.kind == "linear" and rule.policy.quantizes
+        if linear and not any(layers[name].converted for name in names):
             shown = "; ".join(f"{name}: {layers[name].reasons[0]}" for name in names[:5])
             raise PlanError(
                 f"recipe {recipe.name}: rule {index + 1} (match = {rule.match!r}) quantizes "

@@ -12,14 +12,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from lowprec.attention_policy import (
+    ATTENTION_PRODUCTS,
+    AttentionPolicy,
+    parse_attention_product,
+)
 from lowprec.errors import LowprecError, RecipeError
 from lowprec.formats import nearest_names
 from lowprec.policy import PRODUCTS, LinearPolicy, parse_product
 
 SCHEMA: Final = 1
-KINDS: Final = ("linear",)
-_RECIPE_KEYS: Final = ("schema", "why", "seed", "rule")
-_RULE_KEYS: Final = ("match", "kind", "why", "from_step", "last_fraction", *PRODUCTS)
+KINDS: Final = ("linear", "attention")
+EMBEDDINGS: Final = ("bf16", "fp8", "mx4", "mxfp8", "mxfp4")
+REDUCE: Final = ("fp32", "bf16")
+_RECIPE_KEYS: Final = ("schema", "why", "seed", "transport", "rule")
+_TRANSPORT_KEYS: Final = ("embeddings", "reduce", "why")
+_RULE_KEYS: Final = ("match", "kind", "why", "from_step", "last_fraction")
+_PRODUCTS: Final = {"linear": PRODUCTS, "attention": ATTENTION_PRODUCTS}
 _POSITION: Final = re.compile(r"(first|last):(.*)", re.DOTALL)
 _COUNT: Final = re.compile(r"[1-9][0-9]{0,5}|[1-9][0-9]?%")
 _LAST_STEP: Final = 2**32 - 1
@@ -37,10 +46,22 @@ class Rule:
 
     match: str
     kind: str
-    policy: LinearPolicy
+    policy: LinearPolicy | AttentionPolicy
     why: str
     from_step: int = 0
     last_fraction: float | None = None
+
+    @property
+    def linear(self) -> LinearPolicy:
+        """The policy of a rule of kind linear."""
+        assert isinstance(self.policy, LinearPolicy)
+        return self.policy
+
+    @property
+    def attention(self) -> AttentionPolicy:
+        """The policy of a rule of kind attention."""
+        assert isinstance(self.policy, AttentionPolicy)
+        return self.policy
 
     @property
     def scheduled(self) -> bool:
@@ -72,6 +93,20 @@ class Rule:
 
 
 @dataclass(frozen=True)
+class Transport:
+    """In which precision things cross the network; None leaves it to the job.
+
+    embeddings: what the all-to-all of embeddings carries, one of EMBEDDINGS; `fp8` and `mx4` are
+    FBGEMM's, `mxfp8` and `mxfp4` this library's casts. reduce: in what gradients are summed over
+    ranks, one of REDUCE.
+    """
+
+    embeddings: str | None = None
+    reduce: str | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True)
 class Recipe:
     """An ordered list of rules; the last one that matches a layer decides."""
 
@@ -79,12 +114,13 @@ class Recipe:
     why: str
     rules: tuple[Rule, ...]
     seed: int = 0
+    transport: Transport = Transport()
 
     @property
     def hash(self) -> str:
         """SHA-256 of the decisions: rules in order, without the name and the prose.
 
-        The seed counts where random bits are drawn, the schedule where there is one.
+        The seed counts where random bits are drawn, schedule and transport where there is one.
         """
         decisions: list[Any] = []
         for rule in self.rules:
@@ -93,6 +129,9 @@ class Recipe:
             decisions.append([rule.match, rule.kind, *products, *schedule])
         if any(rule.policy.random for rule in self.rules):
             decisions.append(self.seed)
+        sent = self.transport
+        if sent != Transport():
+            decisions.append({"embeddings": sent.embeddings, "reduce": sent.reduce})
         return hashlib.sha256(json.dumps(decisions).encode()).hexdigest()
 
     @property
@@ -105,6 +144,12 @@ class Recipe:
         lines = [f"schema = {SCHEMA}", f"why = {_quote(self.why)}"]
         if self.seed:
             lines.append(f"seed = {self.seed}")
+        if self.transport != Transport():
+            lines += ["", "[transport]"]
+            for key in ("embeddings", "reduce"):
+                if value := getattr(self.transport, key):
+                    lines.append(f'{key} = "{value}"')
+            lines.append(f"why = {_quote(self.transport.why)}")
         for rule in self.rules:
             lines += ["", "[[rule]]", f"match = {_quote(rule.match)}", f'kind = "{rule.kind}"']
             lines += [f'{name} = "{product}"' for name, product in rule.policy.items()]
@@ -193,7 +238,24 @@ def parse_recipe(text: str, *, name: str) -> Recipe:
         why=_text(data, "why"),
         rules=tuple(_rules(rules)),
         seed=_whole(data, "seed", least=0, most=2**64 - 1),
+        transport=_transport(data["transport"]) if "transport" in data else Transport(),
     )
+
+
+def _transport(data: Any) -> Transport:
+    try:
+        if not isinstance(data, dict):
+            raise RecipeError("is not a table; write it as [transport]")
+        _check_keys(data, _TRANSPORT_KEYS)
+        if data.keys() <= {"why"}:
+            raise RecipeError("decides nothing; give embeddings, reduce or both")
+        for key, known in (("embeddings", EMBEDDINGS), ("reduce", REDUCE)):
+            if key in data and _text(data, key) not in known:
+                names = nearest_names(data[key], known)
+                raise RecipeError(f"unknown {key} {_shown(data[key])}; {names}")
+        return Transport(data.get("embeddings"), data.get("reduce"), _text(data, "why"))
+    except RecipeError as error:
+        raise RecipeError(f"transport: {error}") from error
 
 
 def _rules(rules: list[Any]) -> Iterator[Rule]:
@@ -210,23 +272,27 @@ def _rules(rules: list[Any]) -> Iterator[Rule]:
 def _rule(data: Any) -> Rule:
     if not isinstance(data, dict):
         raise RecipeError("is not a table; write it as [[rule]]")
-    _check_keys(data, _RULE_KEYS)
-    match, kind, why = (_text(data, key) for key in ("match", "kind", "why"))
-    if kind not in KINDS:
+    kind = data.get("kind", "linear")
+    if isinstance(kind, str) and kind.strip() and kind not in KINDS:
         raise RecipeError(f"unknown kind {kind!r}; {nearest_names(kind, KINDS)}")
+    products = _PRODUCTS[kind] if isinstance(kind, str) and kind in KINDS else PRODUCTS
+    _check_keys(data, (*_RULE_KEYS, *products))
+    match, kind, why = (_text(data, key) for key in ("match", "kind", "why"))
     position = _POSITION.fullmatch(match)
     if position and not _COUNT.fullmatch(position[2]):
         raise RecipeError(
             f"position {_shown(match)} needs a count of at least 1 and at most 999999 in the "
             "digits 0 to 9, as in 'first:2', or a share from 1% to 99%, as in 'last:15%'"
         )
-    products = {key: _product(data, key) for key in PRODUCTS}
+    policy: type[LinearPolicy] | type[AttentionPolicy]
+    policy = AttentionPolicy if kind == "attention" else LinearPolicy
+    parsed = {key: _product(data, key, kind) for key in products}
     if "from_step" in data and "last_fraction" in data:
         raise RecipeError("has both from_step and last_fraction; a schedule has one start")
     return Rule(
         match=match,
         kind=kind,
-        policy=LinearPolicy(**products),
+        policy=policy(**parsed),
         why=why,
         from_step=_whole(data, "from_step", least=1, most=_LAST_STEP) if "from_step" in data else 0,
         last_fraction=_fraction(data, "last_fraction"),
@@ -249,9 +315,10 @@ def _fraction(data: Mapping[str, Any], key: str) -> float | None:
     return value
 
 
-def _product(data: Mapping[str, Any], key: str) -> Any:
+def _product(data: Mapping[str, Any], key: str, kind: str) -> Any:
     try:
-        return parse_product(_text(data, key))
+        text = _text(data, key)
+        return parse_attention_product(text, key) if kind == "attention" else parse_product(text)
     except RecipeError:
         raise
     except LowprecError as error:

@@ -15,7 +15,8 @@ from lowprec import ops
 from lowprec.errors import UnsupportedError
 from lowprec.formats import ALL, Cast
 from lowprec.nn import Linear
-from lowprec.nn.products import CastAlready, Which, live
+from lowprec.nn.operands import CastAlready, Which
+from lowprec.nn.products import live, traced
 from lowprec.policy import PRODUCTS, Gemm
 from lowprec.tensor import QuantizedTensor
 
@@ -171,8 +172,8 @@ class GatheredWeight(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """What FSDP and autograd do to a parameter itself; nothing that reads its values."""
-        if func is torch.ops.lowprec.product.default:  # in a compiled model
-            return _product(*args)
+        if func.namespace == "lowprec":  # in a compiled model
+            return _ran(func.name().partition("::")[2], *args)
         (whole, *_) = (one for one in tree_leaves((args, kwargs)) if isinstance(one, cls))
         if func in _SAME and (func is not aten.as_strided.default or tuple(args[1]) == whole.shape):
             return GatheredWeight(whole.lowprec_quantized, whole.dtype)
@@ -208,5 +209,19 @@ _KEEPING: Final = {
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _product(left: Any, right: Any, bias: Any, at: Any, key: torch.Tensor, where: list[int]) -> Any:
-    return live(key).run_now(Which(*where[:3]), left, right, bias=bias, at=at)
+def _ran(op: str, *args: Any) -> Any:
+    """What the opaque op of that name does, outside of tracing; see lowprec.nn.opaque."""
+    if op == "product":
+        left, right, bias, at, key, where = args
+        return live(key).run_now(Which.read(where), left, right, bias=bias, at=at)
+    if op == "project":
+        (x, weight), bias, at, key, where, _ = args
+        y, kept = live(key).project_now(Which.read(where), x, weight, bias=bias, at=at)
+        return [y, *traced().as_promised(kept, turned=bool(where[5]))]
+    if op == "gradients":
+        dy, weight, kept, at, key, where = args
+        return live(key).gradients_now(Which.read(where), dy, weight, kept, at=at)
+    raise UnsupportedError(
+        f"a compiled {op} cannot read a weight that was gathered as codes; compile the model "
+        "without this layer, or shard it with torch's own fully_shard"
+    )

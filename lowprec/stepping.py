@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lowprec.errors import UnsupportedError
-from lowprec.nn import Linear
+from lowprec.nn import AttentionProducts, Linear
 from lowprec.nn.position import At
 
 
@@ -30,3 +30,6 @@ def set_step(
     for module in model.modules():
         if isinstance(module, Linear):
             module.lowprec_products.tell(at)
+        elif "lowprec_attention" in module.__dict__:
+            attention: AttentionProducts = module.__dict__["lowprec_attention"]
+            attention.tell(at)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lowprec.nn import Linear
+from lowprec.nn import AttentionProducts, Linear
 from lowprec.policy import PRODUCTS
 from lowprec.watching import LayerMonitor, Stats
 
@@ -17,6 +17,7 @@ class Observation:
 
     gemms[layer][product] -> {precision: count}; a precision that never ran is absent; `float64`
     counts unquantized products of float64 inputs. stats[layer][product][operand] -> OperandStats;
+    attentions have six products and are not watched;
     layers that are not watched, or have no sample yet, are absent.
     """
 
@@ -29,6 +30,9 @@ def observe(model: torch.nn.Module) -> Observation:
     gemms: dict[str, dict[str, dict[str, int]]] = {}
     stats: Stats = {}
     for name, module in model.named_modules():
+        if "lowprec_attention" in module.__dict__:
+            attention: AttentionProducts = module.__dict__["lowprec_attention"]
+            gemms[name] = {key: dict(ran) for key, ran in attention.record.counts.items()}
         if not isinstance(module, Linear):
             continue
         products = module.lowprec_products

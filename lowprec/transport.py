@@ -81,17 +81,17 @@ def _exchanged(
 ) -> torch.Tensor:
     columns, bits = x_MK.shape[1], cast.format.element.bits
     q = ops.quantize(x_MK, cast)
-    codes = _packed_rows(q.codes, bits)
+    codes = packed_rows(q.codes, bits)
     message = torch.cat((codes, q.scales.view(torch.uint8)), dim=1)
     arrived = message.new_empty((sum(receive), message.shape[1]))
     dist.all_to_all_single(arrived, message, receive, send, group=group)
     scales = arrived[:, codes.shape[1] :].contiguous().view(q.scales.dtype)
-    codes = _unpacked_rows(arrived[:, : codes.shape[1]], bits, columns)
+    codes = unpacked_rows(arrived[:, : codes.shape[1]], bits, columns)
     return ops.dequantize(QuantizedTensor(codes, scales, cast.format, -1), x_MK.dtype)
 
 
-def _packed_rows(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Each row packed by itself, in whole groups of four codes."""
+def packed_rows(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Each row of codes [M, K] packed by itself, in whole groups of four codes: [M, bytes]."""
     if bits == 8:
         return codes
     codes = functional.pad(codes, (0, -codes.shape[1] % _GROUP))
@@ -100,7 +100,8 @@ def _packed_rows(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return pack_codes(codes.mT, bits).view(width, codes.shape[0]).mT
 
 
-def _unpacked_rows(packed: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
+def unpacked_rows(packed: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
+    """Undo `packed_rows`: codes [M, columns]."""
     if bits == 8:
         return packed
     whole = columns + -columns % _GROUP

@@ -16,7 +16,11 @@ from lowprec.errors import UnsupportedError
 from lowprec.formats import Cast
 from lowprec.hardware import current
 from lowprec.nn import Linear, Products
+from lowprec.nn.operands import OPERANDS
 from lowprec.operand_stats import SAMPLE, OperandStats, Taken, Where, measure, take
+from lowprec.policy import PRODUCTS
+from lowprec.policy import casts as casts_of
+from lowprec.rank_stats import over_ranks
 from lowprec.rng import RandomStream
 from lowprec.stats_output import JsonLines, Output, TensorBoard
 
@@ -128,6 +132,16 @@ class LayerMonitor:
         self.latest.setdefault(product, {})[operand] = stats
         self.outputs.write(self.name, product, operand, stats)
 
+    def sampled(self, product: str, operand: str) -> OperandStats | None:
+        """The latest sample of an operand, if there is one."""
+        return self.latest.get(product, {}).get(operand)
+
+    def cast(self, product: str, operand: str) -> str:
+        """How the plan in force casts an operand."""
+        side = OPERANDS[PRODUCTS.index(product)].index(operand)
+        cast = casts_of(getattr(self.products.stage.policy, product))[side]
+        return str(cast) if cast else "bf16"
+
 
 def _real(source: torch.Tensor) -> bool:
     return source.device.type != "meta" and not isinstance(source, FakeTensor)
@@ -145,6 +159,32 @@ class Watch:
     def stats(self) -> Stats:
         """The latest sample by layer, product and operand; stays after `close`."""
         return {m.name: {k: dict(v) for k, v in m.latest.items()} for m in self._monitors}
+
+    def over_ranks(self, group: Any = None) -> Stats:
+        """The latest samples of all ranks as one; every rank of `group`, all watching the same
+        layers, has to call it.
+
+        elements, mean_square and nonfinite are of all samples; everything else is the worst that a
+        rank saw: the largest amax, underflow and saturation, the smallest sqnr_db, None for amax
+        when one rank saw NaN or Inf. The ranks may have sampled at other calls; step and call are
+        the latest. Without torch.distributed these are the samples of this process.
+        """
+        if _rank()[1] == 1:
+            return self.stats
+        by_name = {m.name: m for m in self._monitors}
+        keys = [
+            (name, product, operand)
+            for name in by_name
+            for product, operands in zip(PRODUCTS, OPERANDS, strict=True)
+            for operand in operands
+        ]
+        own = {key: one for key in keys if (one := by_name[key[0]].sampled(*key[1:])) is not None}
+        casts = [str(one) for one in self._monitors[0].what_if]
+        joined = over_ranks(own, keys, casts, lambda key: by_name[key[0]].cast(*key[1:]), group)
+        found: Stats = {}
+        for (name, product, operand), stats in joined.items():
+            found.setdefault(name, {}).setdefault(product, {})[operand] = stats
+        return found
 
     def close(self) -> None:
         """Stop sampling, flush and close what was opened; a second call does nothing."""

@@ -26,7 +26,12 @@ GATES = [
 NEEDS = {
     "gate_a_lightning_module.py": "lightning",
     "gate_a_hugging_face_model.py": "transformers",
+    "embedding_parallel.py": "torchrec",
 }
+# Four processes; its subject is held by core/test_fsdp.py.
+SLOW = {*NEEDS, "sharded_weights.py"}
+EXTRAS = {"transformers": "huggingface", "torchrec": "recsys"}
+DISTRIBUTED = [path for path in SCRIPTS if "torchrun" in path.read_text(encoding="utf-8")]
 # Lightning's own, about torch's tree of arguments.
 THEIR_WARNING = "ignore:`isinstance(treespec:FutureWarning"
 
@@ -50,17 +55,29 @@ def test_a_script_is_short_and_takes_no_arguments(path: Path) -> None:
 
 
 def as_parameter(path: Path) -> Any:
-    marks = [pytest.mark.slow] if path.name in NEEDS else []
+    marks = [pytest.mark.slow] if path.name in SLOW else []
     return pytest.param(path, marks=marks, id=path.name)
 
 
 @pytest.mark.parametrize("path", [as_parameter(path) for path in SCRIPTS])
 def test_a_script_runs_and_prints(path: Path, tmp_path: Path) -> None:
+    runs_and_prints(path, tmp_path, "-W", "error", "-W", THEIR_WARNING)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", DISTRIBUTED, ids=name)
+def test_a_script_runs_under_torchrun(path: Path, tmp_path: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4")
+    runs_and_prints(path, tmp_path, *launcher)
+
+
+def runs_and_prints(path: Path, tmp_path: Path, *options: str) -> None:
     library = NEEDS.get(path.name)
     if library and find_spec(library) is None:
-        pytest.skip(f"{library} is not installed: pip install 'lowprec[{library}]'")
+        extra = EXTRAS.get(library, library)
+        pytest.skip(f"{library} is not installed: pip install 'lowprec[{extra}]'")
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-W", THEIR_WARNING, str(path)],
+        [sys.executable, *options, str(path)],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -27,50 +27,138 @@ LOWPREC: dict[str, str] = {
     "lowprec.rotation": "errors formats rng",
     "lowprec.packing": "errors formats tensor",
     "lowprec.policy": "errors formats rotation",
-    "lowprec.recipe": "errors formats policy",
+    "lowprec.attention_call": "errors formats",
+    "lowprec.attention_policy": "errors formats policy",
+    "lowprec.attention_checks": "attention_call attention_policy errors",
+    "lowprec.recipe": "attention_policy errors formats policy",
     "lowprec.hardware": "errors",
     "lowprec.backends.facts": "errors formats hardware",
     "lowprec.backends.reference": "errors formats tensor blocks rng hardware backends.facts",
     "lowprec.backends.chunks": "",
     "lowprec.backends.rounding": "formats",
+    "lowprec.backends.scale_storage": "",
+    "lowprec.backends.scaled_mm": (
+        "errors formats tensor hardware backends.facts backends.scale_storage"
+    ),
     "lowprec.backends.emulated": (
         "formats tensor blocks rng hardware backends.facts backends.chunks backends.rounding"
     ),
+    "lowprec.backends.peers": "errors hardware policy",
+    "lowprec.backends.ao": (
+        "errors formats hardware policy rng tensor backends.facts backends.peers"
+    ),
+    "lowprec.backends.te": (
+        "blocks errors formats hardware policy rng tensor backends.facts backends.peers"
+    ),
     "lowprec.backends": (
         "errors formats hardware backends.facts backends.reference backends.emulated "
-        "backends.triton_kernels"
+        "backends.scaled_mm backends.triton_kernels"
     ),
-    "lowprec.ops": "errors formats tensor rng hardware backends backends.facts",
-    "lowprec.stages": "policy hardware backends",
+    "lowprec.backends.attention_math": "attention_call attention_policy formats",
+    "lowprec.backends.attention_reference": (
+        "attention_call attention_policy formats backends.attention_facts "
+        "backends.attention_math backends.reference backends"
+    ),
+    "lowprec.backends.attention_emulated": (
+        "attention_call attention_policy blocks formats backends.attention_facts "
+        "backends.attention_math "
+        "backends.rounding backends"
+    ),
+    "lowprec.backends.attention_facts": "attention_policy hardware",
+    "lowprec.backends.attention_triton": (
+        "attention_call attention_policy backends.attention_facts backends.triton_kernels "
+        "backends.triton_kernels.attention_native backends.triton_kernels.proven"
+    ),
+    "lowprec.backends.attention": (
+        "backends backends.attention_emulated backends.attention_facts "
+        "backends.attention_reference backends.attention_triton"
+    ),
+    "lowprec.attention_ops": (
+        "attention_call attention_checks attention_policy hardware backends.attention"
+    ),
+    "lowprec.attention_stages": "attention_call attention_policy hardware backends.attention",
+    "lowprec.ops": (
+        "attention_call attention_checks attention_ops attention_policy errors formats tensor rng "
+        "hardware backends backends.attention backends.facts"
+    ),
+    "lowprec.stages": "formats policy hardware backends",
     "lowprec.nn.position": "",
-    "lowprec.nn.products": (
-        "errors ops formats tensor packing policy rng rotation stages nn.position "
+    "lowprec.nn.weight_codes": "nn.position policy tensor",
+    "lowprec.nn.operands": (
+        "errors ops formats tensor packing policy rng rotation stages nn.position nn.weight_codes "
         "backends.triton_kernels"
     ),
-    "lowprec.nn.opaque": "ops formats policy nn.products",
-    "lowprec.nn.linear": "errors policy hardware stages nn.products",
-    "lowprec.nn.norms": "formats nn.products policy stages backends.triton_kernels",
-    "lowprec.nn.norm_opaque": "formats nn.norms nn.products ops policy",
-    "lowprec.nn.norm_linear": "errors nn.linear nn.norms nn.norm_opaque nn.products",
-    "lowprec.nn": "nn.linear nn.norm_linear nn.products",
+    "lowprec.nn.products": (
+        "ops nn.opaque nn.operands nn.position nn.weight_codes policy stages tensor"
+    ),
+    "lowprec.nn.opaque": "ops formats policy nn.operands nn.products",
+    "lowprec.nn.linear": "errors policy hardware stages nn.operands nn.products",
+    "lowprec.nn.norms": "formats nn.operands nn.products policy stages backends.triton_kernels",
+    "lowprec.nn.norm_opaque": "nn.norms nn.opaque nn.operands nn.products policy",
+    "lowprec.nn.norm_linear": "errors nn.linear nn.norms nn.norm_opaque nn.operands nn.products",
+    "lowprec.nn.rotary": "errors",
+    "lowprec.nn.attention": (
+        "attention_call attention_checks attention_ops attention_policy attention_stages errors "
+        "hardware nn.operands nn.position nn.rotary"
+    ),
+    "lowprec.nn.sdpa": "attention_call errors nn.attention nn.operands",
+    "lowprec.nn.gates": (
+        "formats nn.norms nn.operands nn.products policy stages tensor backends.triton_kernels"
+    ),
+    "lowprec.nn.gate_opaque": "nn.gates nn.opaque nn.operands nn.products policy",
+    "lowprec.nn.gated_linear": (
+        "errors nn.gates nn.gate_opaque nn.linear nn.norms nn.operands nn.products"
+    ),
+    "lowprec.nn": "nn.attention nn.gated_linear nn.linear nn.norm_linear nn.products nn.rotary",
+    "lowprec.attention_coverage": "attention_call",
+    "lowprec.attention_planning": (
+        "attention_call attention_coverage attention_policy attention_stages coverage errors "
+        "hardware matching policy recipe table backends.attention"
+    ),
+    "lowprec.attention_conversion": (
+        "attention_coverage attention_planning errors nn.attention nn.sdpa"
+    ),
     "lowprec.coverage": "errors",
     "lowprec.matching": "errors recipe",
-    "lowprec.layer_plan": "formats policy hardware backends stages",
+    "lowprec.grids": "",
+    "lowprec.calibration": "errors formats grids hardware",
+    "lowprec.predicting": (
+        "formats policy hardware stages calibration grids backends.triton_kernels backends"
+    ),
+    "lowprec.predicted_table": "predicting table",
+    "lowprec.calibrating": (
+        "errors grids hardware policy recipe stages calibration predicting timing version"
+    ),
+    "lowprec.timing": (
+        "errors formats hardware policy tensor ops backends calibrating backends.triton_kernels"
+    ),
+    "lowprec.layer_plan": "formats policy hardware backends stages predicting predicted_table",
     "lowprec.planning": (
-        "errors formats policy recipe hardware coverage layer_plan matching stages table"
+        "attention_planning attention_policy "
+        "errors formats policy recipe hardware coverage layer_plan matching stages table "
+        "calibration predicting predicted_table"
     ),
     "lowprec.version": "",
     "lowprec.identity": "nn",
     "lowprec.acceptance": "errors identity planning version",
-    "lowprec.conversion": "acceptance errors layer_plan planning nn coverage",
-    "lowprec.shard_tensors": "errors formats nn nn.products ops policy tensor",
-    "lowprec.fsdp": "errors formats nn shard_tensors table",
+    "lowprec.conversion": "acceptance attention_conversion errors layer_plan planning nn coverage",
+    "lowprec.shard_tensors": (
+        "errors formats nn nn.opaque nn.operands nn.products ops policy tensor"
+    ),
+    "lowprec.tensor_parallel": "errors formats nn policy",
+    "lowprec.grouped": "errors formats hardware ops tensor",
+    "lowprec.nn.grouped": "errors formats grouped ops policy",
+    "lowprec.fsdp": "errors formats nn recipe shard_tensors table",
     "lowprec.transport": "errors formats ops packing tensor",
+    "lowprec.embeddings": "errors formats ops recipe tensor transport",
     "lowprec.stepping": "errors nn nn.position",
     "lowprec.saved": "errors formats ops packing tensor",
     "lowprec.operand_stats": "ops formats rng tensor backends.reference",
     "lowprec.stats_output": "errors operand_stats",
-    "lowprec.watching": "errors formats hardware nn operand_stats rng stats_output",
+    "lowprec.rank_stats": "operand_stats",
+    "lowprec.watching": (
+        "errors formats hardware nn nn.operands operand_stats policy rank_stats rng stats_output"
+    ),
     "lowprec.telemetry": "policy nn watching",
 }
 # Kernels: device code below, what launches it above.
@@ -88,16 +176,33 @@ KERNELS = {
     "norm": "codec places tiles",
     "gates": "codec places tiles",
     "butterfly": "codec draws places tiles",
-    "launch": "draws tiles views pipelined",
-    "pipelined": "launch pipeline",
-    "span_ops": "launch spans",
-    "value_ops": "launch values",
-    "rotate_ops": "butterfly launch views",
-    "norm_ops": "launch norm",
-    "gate_ops": "gates launch norm_ops",
-    "scale_layouts": "launch swizzle",
-    "fused": "gate_ops norm_ops",
+    "norm_pipeline": "pipeline",
+    "starting": "",
+    "launch": "draws tiles views pipelined starting",
+    "pipelined": "launch norm_pipeline pipeline starting",
+    "span_ops": "launch pipelined spans starting",
+    "value_ops": "launch values starting",
+    "rotate_ops": "butterfly launch starting views",
+    "norm_ops": "launch norm pipelined starting",
+    "gate_ops": "gates launch norm_ops starting",
+    "scale_layouts": "launch starting swizzle",
+    "fused": "gate_ops launch norm_ops",
     "rotated": "launch rotate_ops views",
+    "attention_parts": "codec",
+    "attention_codes": "codec",
+    "attention_schedule": "",
+    "attention_native": "",
+    "attention": "attention_parts",
+    "attention_gradients": "attention attention_codes attention_parts",
+    "attention_bias": "attention attention_gradients attention_parts",
+    "attention_fp8": "attention attention_codes attention_parts codec",
+    "attention_fp8_ops": "attention_fp8 attention_native attention_schedule launch",
+    "attention_blocks": "attention attention_gradients attention_parts",
+    "attention_block_ops": "attention_blocks attention_schedule launch",
+    "attention_ops": (
+        "attention attention_bias attention_block_ops attention_fp8_ops attention_gradients "
+        "attention_native attention_schedule launch"
+    ),
 }
 KERNELS_FOLDER = "backends.triton_kernels"
 SHARED = "errors formats tensor blocks rng"
@@ -111,6 +216,8 @@ LOWPREC |= {
     for name, row in KERNELS.items()
 }
 LOWPREC[f"lowprec.{KERNELS_FOLDER}.rotated"] += " rotation"
+LOWPREC[f"lowprec.{KERNELS_FOLDER}.attention_native"] += " attention_policy"
+LOWPREC[f"lowprec.{KERNELS_FOLDER}.attention_ops"] += " attention_call attention_policy"
 # Inside qualitygates: pure statistics know nothing of the files, the files nothing of training.
 QUALITYGATES: dict[str, str] = {
     "qualitygates": ANY,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SHIPPED = ("lowprec", "recipes", "qualitygates")
+SHIPPED = ("lowprec", "recipes", "calibrations", "qualitygates")
 
 
 def pip(*arguments: str) -> None:

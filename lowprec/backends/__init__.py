@@ -6,16 +6,21 @@ from dataclasses import dataclass
 from types import MappingProxyType, ModuleType
 from typing import Final
 
-from lowprec.backends import emulated, reference, triton_kernels
+from lowprec.backends import emulated, reference, scaled_mm, triton_kernels
 from lowprec.backends.facts import Facts
 from lowprec.formats import Cast
 from lowprec.hardware import Hardware
 
-ORDER: Final = ("triton", "emulated", "reference")
+ORDER: Final = ("triton", "scaled_mm", "emulated", "reference")
 MODULES: Final[MappingProxyType[str, ModuleType]] = MappingProxyType(
-    {"triton": triton_kernels, "emulated": emulated, "reference": reference}
+    {
+        "triton": triton_kernels,
+        "scaled_mm": scaled_mm,
+        "emulated": emulated,
+        "reference": reference,
+    }
 )
-NATIVE: Final[frozenset[str]] = frozenset()
+NATIVE: Final = frozenset({"scaled_mm"})
 """Backends whose low-precision products run on low-precision units."""
 
 

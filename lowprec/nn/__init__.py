@@ -7,12 +7,24 @@ from typing import Final
 
 import torch
 
+from lowprec.nn.attention import Attention, AttentionProducts
+from lowprec.nn.gated_linear import GatedLinear
 from lowprec.nn.linear import Linear
 from lowprec.nn.norm_linear import NormLinear
 from lowprec.nn.products import Products
+from lowprec.nn.rotary import Rotary
 
 REPLACEMENTS: Final[MappingProxyType[type[torch.nn.Module], type[Linear]]] = MappingProxyType(
     {torch.nn.Linear: Linear}
 )
 
-__all__ = ["REPLACEMENTS", "Linear", "NormLinear", "Products"]
+__all__ = [
+    "REPLACEMENTS",
+    "Attention",
+    "AttentionProducts",
+    "GatedLinear",
+    "Linear",
+    "NormLinear",
+    "Products",
+    "Rotary",
+]

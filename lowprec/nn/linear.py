@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowprec.errors import UnsupportedError
 from lowprec.hardware import current
-from lowprec.nn.products import DGRAD, FPROP, WGRAD, Products, Which, autocast_dtype
+from lowprec.nn.operands import DGRAD, WGRAD, Which, autocast_dtype
+from lowprec.nn.products import Products
 from lowprec.policy import SKIP, LinearPolicy
 from lowprec.stages import Stage
 
@@ -125,13 +126,10 @@ class _LinearFunction(torch.autograd.Function):
         out_dtype: torch.dtype,
         keep: tuple[bool, bool],
     ) -> torch.Tensor:
-        for_dgrad, for_wgrad = keep
+        for_dgrad, _ = keep
         ctx.products, ctx.stage = products, products.active
         at = products.now(x_MK)
-        y_MN = products.run(
-            Which(FPROP, products.active, w_NK.shape[0]), x_MK, [w_NK], bias=b_N, at=at
-        )
-        kept = products.keep(x_MK, at) if for_wgrad else []
+        y_MN, kept = products.project(x_MK, w_NK, bias=b_N, at=at, keep=keep)
         ctx.save_for_backward(w_NK if for_dgrad else None, at, *kept)
         ctx.columns, ctx.x_dtype, ctx.w_dtype = w_NK.shape[1], x_MK.dtype, w_NK.dtype
         ctx.bias_dtype = None if b_N is None else b_N.dtype
@@ -145,12 +143,16 @@ class _LinearFunction(torch.autograd.Function):
         w_NK, at, *kept = ctx.saved_tensors
         products: Products = ctx.products
         dx_MK = dw_NK = db_N = None
-        if ctx.needs_input_grad[0]:
-            which = Which(DGRAD, ctx.stage, ctx.columns)
-            dx_MK = products.run(which, dy_MN, [w_NK], at=at).to(ctx.x_dtype)
-        if ctx.needs_input_grad[1]:
-            which = Which(WGRAD, ctx.stage, ctx.columns)
-            dw_NK = products.run(which, dy_MN, kept, at=at).to(ctx.w_dtype)
+        of_x, of_w = ctx.needs_input_grad[:2]
+        which = Which(DGRAD, ctx.stage, ctx.columns)
+        if of_x and of_w:
+            dx_MK, dw_NK = products.gradients(which, dy_MN, w_NK, kept, at=at)
+        elif of_x:
+            dx_MK = products.run(which, dy_MN, [w_NK], at=at)
+        elif of_w:
+            dw_NK = products.run(which._replace(product=WGRAD), dy_MN, kept, at=at)
+        dx_MK = None if dx_MK is None else dx_MK.to(ctx.x_dtype)
+        dw_NK = None if dw_NK is None else dw_NK.to(ctx.w_dtype)
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
             wide = torch.promote_types(dy_MN.dtype, torch.float32)
             db_N = dy_MN.sum(0, dtype=wide).to(ctx.bias_dtype)

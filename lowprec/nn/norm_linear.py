@@ -17,7 +17,8 @@ from lowprec.errors import UnsupportedError
 from lowprec.nn import norms
 from lowprec.nn.linear import Linear
 from lowprec.nn.norms import Norm, Parameters
-from lowprec.nn.products import DGRAD, FPROP, WGRAD, Products, Which, autocast_dtype
+from lowprec.nn.operands import DGRAD, FPROP, WGRAD, Which, autocast_dtype
+from lowprec.nn.products import Products
 
 _HOOKS: Final = (
     "_forward_hooks",
@@ -129,14 +130,21 @@ class _NormLinearFunction(torch.autograd.Function):
         for_dgrad, for_wgrad = call.keep
         ctx.call, ctx.stage = call, products.active
         at = products.now(x_MK)
-        which = Which(FPROP, products.active, w_NK.shape[0])
+        which = Which(FPROP, products.active, w_NK.shape[0], ahead=for_dgrad)
+        stage = products.stage
+        ctx.count = 1 + norm.centered if norms.in_kernel(stage) else 0
         if torch.compiler.is_compiling():
-            where = [*which, int(norms.in_kernel(products.stages[products.active]))]
-            found = _traced().norm_project(list(tensors), at, products.key, where, *norm)
+            facts = (norms.keeps_codes(stage), stage.turns_x, norm.centered)
+            where = [*which, ctx.count, *map(int, facts)]
+            text = products.wgrad_texts[products.active]
+            found = _traced().norm_project(list(tensors), at, products.key, where, text, norm.eps)
         else:
             found = norms.project(products, which, tensors, at, norm)
-        y_MN, *rest = found
-        source = x_MK if residual is None else rest.pop(0)
+        # By index: torch 2.11 traces neither a starred target nor pop on what an op returned.
+        y_MN, rest = found[0], found[1:]
+        source = x_MK
+        if residual is not None:
+            source, rest = rest[0], rest[1:]
         ctx.columns, ctx.bias_dtype = w_NK.shape[1], None if b_N is None else b_N.dtype
         keeps = for_dgrad or for_wgrad
         ctx.save_for_backward(
@@ -155,31 +163,51 @@ class _NormLinearFunction(torch.autograd.Function):
     def backward(
         ctx: Any, dy_MN: torch.Tensor, passed: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, ...]:
-        w_NK, at, source, weight, bias, *statistics = ctx.saved_tensors
-        products, norm = ctx.call.products, ctx.call.norm
+        w_NK, at, source, weight, bias, *rest = ctx.saved_tensors
+        statistics, kept = rest[: ctx.count], rest[ctx.count :]
+        products = ctx.call.products
         needs = ctx.needs_input_grad[1:]
-        dx_MK = dw_NK = db_N = None
+        dx_MK = dn_MK = dw_NK = db_N = None
         sums: list[torch.Tensor | None] = [None, None]
-        if any(needs[:4]):
-            which = Which(DGRAD, ctx.stage, ctx.columns)
-            dn_MK = products.run(which, dy_MN, [w_NK], at=at).to(source.dtype)
-            parameters = Parameters(weight, bias)
-            if torch.compiler.is_compiling():
-                tensors = [dn_MK, source, weight, bias, passed, *statistics]
-                found = _traced().norm_gradient(tensors, *norm)
-            else:
-                found = norms.gradient((dn_MK, passed), source, parameters, statistics, norm)
-            dx_MK, *rest = found
-            sums = [None if one is None else rest.pop(0).to(one.dtype) for one in parameters]
-        if needs[4]:
+        of_norm, of_w = any(needs[:4]), needs[4]
+        which = Which(DGRAD, ctx.stage, ctx.columns)
+        if of_w and not kept:
             kept = _kept_again(ctx, source, (weight, bias), statistics, at)
-            which = Which(WGRAD, ctx.stage, ctx.columns)
-            dw_NK = products.run(which, dy_MN, kept, at=at).to(source.dtype)
+        if of_norm and of_w:
+            dn_MK, dw_NK = products.gradients(which, dy_MN, w_NK, kept, at=at)
+        elif of_norm:
+            dn_MK = products.run(which, dy_MN, [w_NK], at=at)
+        elif of_w:
+            dw_NK = products.run(which._replace(product=WGRAD), dy_MN, kept, at=at)
+        dw_NK = None if dw_NK is None else dw_NK.to(source.dtype)
+        if dn_MK is not None:
+            found = _through_norm(ctx, (dn_MK.to(source.dtype), passed), source, statistics)
+            dx_MK, at_next = found[0], 1
+            for index, one in enumerate((weight, bias)):
+                if one is not None:
+                    sums[index] = found[at_next].to(one.dtype)
+                    at_next += 1
         if ctx.bias_dtype is not None and needs[5]:
             wide = torch.promote_types(dy_MN.dtype, torch.float32)
             db_N = dy_MN.sum(0, dtype=wide).to(ctx.bias_dtype)
         every = (dx_MK, dx_MK, *sums, dw_NK, db_N)
         return (None, *(one if need else None for one, need in zip(every, needs, strict=True)))
+
+
+def _through_norm(
+    ctx: Any,
+    gradients: tuple[torch.Tensor, torch.Tensor | None],
+    source: torch.Tensor,
+    statistics: list[torch.Tensor],
+) -> list[torch.Tensor]:
+    """dx, then the gradients of weight and bias of the norm where it has them."""
+    weight, bias = ctx.saved_tensors[3:5]
+    norm: Norm = ctx.call.norm
+    if torch.compiler.is_compiling():
+        tensors = [gradients[0], source, weight, bias, gradients[1], *statistics]
+        found: list[torch.Tensor] = _traced().norm_gradient(tensors, *norm)
+        return found
+    return norms.gradient(gradients, source, Parameters(weight, bias), statistics, norm)
 
 
 def _kept_again(
@@ -193,7 +221,8 @@ def _kept_again(
     products, norm, stage = ctx.call.products, ctx.call.norm, ctx.stage
     if torch.compiler.is_compiling():
         tensors = [source, *parameters, *statistics]
-        where, text = [stage, int(norm.centered)], products.wgrad_texts[stage]
+        turned = int(products.stages[stage].turns_x)
+        where, text = [stage, int(norm.centered), turned], products.wgrad_texts[stage]
         found: list[torch.Tensor] = _traced().norm_keep(
             tensors, at, products.key, where, text, norm.eps
         )

@@ -7,10 +7,10 @@ from typing import Final
 
 import torch
 
-from lowprec import ops
-from lowprec.formats import Cast
 from lowprec.nn.norms import Norm, Parameters, gradient, keep_again, project
-from lowprec.nn.products import Which, live, parts_of
+from lowprec.nn.opaque import as_promised, kept_like
+from lowprec.nn.operands import Which
+from lowprec.nn.products import live
 from lowprec.policy import Gemm, parse_product
 
 _TAGS: Final = (torch.Tag.cudagraph_unsafe,)
@@ -22,12 +22,17 @@ def norm_project(
     at: torch.Tensor | None,
     key: torch.Tensor,
     where: Sequence[int],
+    precision: str,
     eps: float,
-    centered: bool,
 ) -> list[torch.Tensor]:
-    """See norms.project; where = [product, stage, columns, kernels or not]."""
-    product, stage, columns, _ = where
-    return project(live(key), Which(product, stage, columns), tensors, at, Norm(eps, centered))
+    """See norms.project; where = [*which, statistics, keeps codes, turned, centered or not]."""
+    count, keeps, turned, centered = where[4:]
+    which, norm = Which.read(where), Norm(eps, bool(centered))
+    found = project(live(key), which, tensors, at, norm)
+    if not keeps:
+        return found
+    first = 1 + (tensors[1] is not None) + count
+    return [*found[:first], *as_promised(found[first:], turned=bool(turned))]
 
 
 @norm_project.register_fake
@@ -36,15 +41,17 @@ def _(
     at: torch.Tensor | None,
     key: torch.Tensor,
     where: Sequence[int],
+    precision: str,
     eps: float,
-    centered: bool,
 ) -> list[torch.Tensor]:
     x, residual = tensors[:2]
     assert x is not None
     y = x.new_empty((x.shape[0], where[2]), dtype=torch.bfloat16)
     summed = [] if residual is None else [torch.empty_like(x)]
-    count = 1 + centered if where[3] else 0
-    return [y, *summed, *(x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(count))]
+    count, keeps, turned, _ = where[4:]
+    statistics = [x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(count)]
+    kept = kept_like(x, precision, turned=bool(turned)) if keeps else []
+    return [y, *summed, *statistics, *kept]
 
 
 @torch.library.custom_op("lowprec::norm_keep", mutates_args=(), tags=_TAGS)
@@ -56,10 +63,15 @@ def norm_keep(
     precision: str,
     eps: float,
 ) -> list[torch.Tensor]:
-    """See norms.keep_again, the statistics behind the other tensors; where = [stage, centered]."""
+    """See norms.keep_again, the statistics behind the other tensors.
+
+    where = [stage, centered or not, turned or not].
+    """
     found = [one for one in tensors[3:] if one is not None]
     norm = Norm(eps, bool(where[1]))
-    return keep_again(live(key), where[0], tensors[:3], found, at, norm)
+    kept = keep_again(live(key), where[0], tensors[:3], found, at, norm)
+    quantized = isinstance(parse_product(precision), Gemm)
+    return as_promised(kept, turned=bool(where[2])) if quantized else kept
 
 
 @norm_keep.register_fake
@@ -71,14 +83,11 @@ def _(
     precision: str,
     eps: float,
 ) -> list[torch.Tensor]:
-    x, gemm = tensors[0], parse_product(precision)
+    x = tensors[0]
     assert x is not None
-    if not isinstance(gemm, Gemm):
+    if not isinstance(parse_product(precision), Gemm):
         return [torch.empty_like(x)]
-    rows = x.shape[0] if gemm.rotation is None else gemm.rotation.padded(x.shape[0])
-    nearest = Cast(gemm.right.format, gemm.right.scale_rule)
-    shape = x.new_empty((rows, x.shape[1]), dtype=torch.float32)
-    return parts_of(ops.quantize(shape, nearest, axis=-2, backend="reference"))
+    return kept_like(x, precision, turned=bool(where[2]))
 
 
 @torch.library.custom_op("lowprec::norm_gradient", mutates_args=(), tags=_TAGS)

@@ -14,7 +14,8 @@ from torch.nn import functional
 
 from lowprec.backends import triton_kernels
 from lowprec.formats import Cast
-from lowprec.nn.products import Products, Which, parts_of
+from lowprec.nn.operands import Which, parts_of
+from lowprec.nn.products import Products
 from lowprec.policy import Gemm
 from lowprec.stages import Stage
 
@@ -34,18 +35,29 @@ class Parameters(NamedTuple):
 
 
 def kernel_cast(stage: Stage, product: str, side: int) -> Cast | None:
-    """The cast of an operand that can happen inside the norm by the kernels, or None."""
-    gemm = getattr(stage.policy, product)
+    """The cast of an operand that can happen inside the norm by the kernels, or None.
+
+    By row in fprop; by column, from statistics that are known, in wgrad.
+    """
+    gemm = getattr(stage.runs, product)
     if not isinstance(gemm, Gemm) or gemm.rotation is not None:
         return None
     backends, cast = stage.backends[product], (gemm.left, gemm.right)[side]
-    name = (backends.left, backends.right)[side]
-    return cast if name == "triton" and triton_kernels.fits_norm(cast) else None
+    fits = triton_kernels.fits_norm(cast, again=product == "wgrad")
+    return cast if fits and (backends.left, backends.right)[side] == "triton" else None
 
 
 def in_kernel(stage: Stage) -> bool:
-    """Whether the norm of this stage runs inside the cast of x."""
-    return kernel_cast(stage, "fprop", 0) is not None
+    """Whether the norm of this stage is computed by the kernels, which cast x as well."""
+    gemm = stage.policy.fprop
+    return isinstance(gemm, Gemm) and stage.backends["fprop"].left == "triton"
+
+
+def keeps_codes(stage: Stage) -> bool:
+    """Whether wgrad keeps the codes of x, where no cast of x can happen inside the norm."""
+    quantized = isinstance(stage.policy.wgrad, Gemm)
+    inside = kernel_cast(stage, "fprop", 0) or kernel_cast(stage, "wgrad", 1)
+    return quantized and in_kernel(stage) and inside is None
 
 
 def values(x_MK: torch.Tensor, parameters: Parameters, norm: Norm) -> torch.Tensor:
@@ -65,17 +77,20 @@ def project(
 ) -> list[torch.Tensor]:
     """y [M, N], then x + residual if there is one, then rstd and mean [M] from the kernels.
 
-    tensors: x [M, K], residual, weight and bias of the norm, w [N, K], b [N].
+    tensors: x [M, K], residual, weight and bias of the norm, w [N, K], b [N]. Where the stage
+    keeps_codes, what wgrad needs comes last.
     """
     x_MK, residual, weight, bias, w_NK, b_N = tensors
     assert x_MK is not None
     assert w_NK is not None
-    cast = kernel_cast(products.stages[which.stage], "fprop", 0)
-    if cast is None:
+    stage = products.stages[which.stage]
+    cast = kernel_cast(stage, "fprop", 0)
+    if not in_kernel(stage):
         source = x_MK if residual is None else x_MK + residual
         n_MK = values(source, Parameters(weight, bias), norm)
         y_MN = products.run_now(which, n_MK, [w_NK], bias=b_N, at=at)
         return [y_MN] if residual is None else [y_MN, source]
+    triton_kernels.check_device(x_MK)
     done = triton_kernels.normalize(
         x_MK,
         None if products.monitor else cast,  # what watches wants to see values
@@ -85,9 +100,14 @@ def project(
         centered=norm.centered,
         residual=residual,
     )
-    y_MN = products.run_now(which, done.result, [w_NK], bias=b_N, at=at)
+    kept: list[torch.Tensor] = []
+    if keeps_codes(stage):
+        assert isinstance(done.result, torch.Tensor)
+        y_MN, kept = products.project_now(which, done.result, w_NK, bias=b_N, at=at)
+    else:
+        y_MN = products.run_now(which, done.result, [w_NK], bias=b_N, at=at)
     summed = [] if residual is None else [done.source]
-    return [y_MN, *summed, *done.statistics]
+    return [y_MN, *summed, *done.statistics, *kept]
 
 
 def keep_again(

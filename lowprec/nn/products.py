@@ -10,30 +10,30 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from types import ModuleType
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any
 
 import torch
 
 from lowprec import ops
-from lowprec.backends import triton_kernels
-from lowprec.errors import UnsupportedError
-from lowprec.formats import Cast
+from lowprec.nn.operands import (
+    DGRAD,
+    FPROP,
+    WGRAD,
+    Monitor,
+    Operands,
+    Which,
+    autocast_dtype,
+    no_autocast,
+    parts_of,
+    restored,
+)
 from lowprec.nn.position import At, Position
-from lowprec.packing import pack_codes, unpack_codes
+from lowprec.nn.weight_codes import WeightCodes
 from lowprec.policy import PRODUCTS, Gemm, Product
-from lowprec.rng import RandomStream
-from lowprec.rotation import Side, rotate
 from lowprec.stages import Stage, stage_at
 from lowprec.tensor import QuantizedTensor
-
-FPROP, DGRAD, WGRAD = range(3)
-OPERANDS: Final = (("x", "w"), ("dy", "w"), ("dy", "x"))
-# The axis of each operand, as it lies in memory, that the product contracts.
-_AXES: Final = ((-1, -1), (-1, -2), (-2, -2))
-_SIDES: Final[tuple[Side, Side]] = ("left", "right")
 
 _ids = itertools.count()
 _live: weakref.WeakValueDictionary[int, Products] = weakref.WeakValueDictionary()
@@ -50,43 +50,7 @@ def traced() -> Any:
     return _traced[0]
 
 
-class Which(NamedTuple):
-    """A product of a stage, and the columns of its result."""
-
-    product: int
-    stage: int
-    columns: int
-
-
-class CastAlready(NamedTuple):
-    """A weight whose codes arrived from elsewhere, and the cast that made them."""
-
-    q: QuantizedTensor
-    cast: Cast
-
-    def operand(self, layer: str, cast: Cast | None, axis: int) -> QuantizedTensor:
-        """The codes with the contraction last; raises UnsupportedError if `cast` is another."""
-        if cast != self.cast:
-            raise UnsupportedError(
-                f"layer {layer!r}: its weight was gathered as {self.cast}, the plan in force wants "
-                f"{cast or 'bf16'}; apply that plan before shard_quantized"
-            )
-        return self.q if axis == -1 else self.q.along(axis).mT
-
-
-class Monitor(Protocol):
-    """What watches the operands of a layer; see lowprec.telemetry."""
-
-    def forward_begins(self) -> None:
-        """A forward call starts."""
-
-    def saw(
-        self, product: str, operand: str, source: torch.Tensor, axis: int, cast: Cast | None
-    ) -> None:
-        """An operand [R, C] is about to be cast along `axis` (None: stays bf16), rotation done."""
-
-
-class Products:
+class Products(Operands):
     """How the products of one layer run, where in training it is, and what has run."""
 
     def __init__(self, stages: tuple[Stage, ...], *, layer: str, seed: int) -> None:
@@ -97,6 +61,7 @@ class Products:
         self.seeds: tuple[int, ...] = ()
         self._take(stages, seed)
         self.position = Position()
+        self.weights = WeightCodes()
         self.counts: tuple[dict[str, int], ...] = ({}, {}, {})
         self.monitor: Monitor | None = None
         self._register()
@@ -107,7 +72,7 @@ class Products:
         self.stages = (*self.stages, *stages)
         self.seeds = (*self.seeds, *[seed] * len(stages))
         # Text that tracing cannot make by itself.
-        self.wgrad_texts = tuple(str(stage.policy.wgrad) for stage in self.stages)
+        self.wgrad_texts = tuple(str(stage.runs.wgrad) for stage in self.stages)
 
     def _register(self) -> None:
         if not _traced:  # registering ops takes longer than all of `import lowprec`
@@ -118,11 +83,11 @@ class Products:
         self.key = torch.tensor(number, dtype=torch.int64, device="cpu")
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {k: v for k, v in self.__dict__.items() if k not in ("key", "monitor")}
+        kept = {k: v for k, v in self.__dict__.items() if k not in ("key", "monitor", "weights")}
         return {**kept, "counts": tuple(dict(count) for count in self.counts)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, monitor=None)
+        self.__dict__.update(state, monitor=None, weights=WeightCodes())
         self._register()
 
     @property
@@ -200,132 +165,111 @@ class Products:
         with no_autocast(left.codes if isinstance(left, QuantizedTensor) else left):
             a: Any = left
             if not isinstance(left, QuantizedTensor):
-                a = self._operand(product, 0, left, at, which.stage)
-            if product == WGRAD and isinstance(precision, Gemm):
-                b: Any = _restored(right, precision, rows=left.shape[0], columns=which.columns)
+                a = self.operand(product, 0, left, at, which.stage)
+            kept = stage.runs.wgrad
+            if product == WGRAD and isinstance(kept, Gemm):
+                # dy comes as [M, N], or cast already as [N, M].
+                rows = left.shape[1] if isinstance(left, QuantizedTensor) else left.shape[0]
+                b: Any = restored(right, kept, rows=rows, columns=which.columns)
+            elif product == WGRAD:
+                b = self.operand(product, 1, right[0], at, which.stage)
             else:
-                b = self._operand(product, 1, right[0], at, which.stage)
+                b = self.weight(which, right[0], at)
             backend = stage.backends[PRODUCTS[product]].product
             result = ops.matmul(a, b, bias=bias, out_dtype=dtype, backend=backend)
         key = "float64" if dtype == torch.float64 else str(precision)
         self.counts[product][key] = self.counts[product].get(key, 0) + 1
         return result
 
-    def keep(self, x_MK: torch.Tensor, at: torch.Tensor | None) -> list[torch.Tensor]:
-        """What backward needs of x for wgrad: its codes, packed, and scales; bf16 keeps x."""
+    def project(
+        self,
+        x_MK: torch.Tensor,
+        w_NK: torch.Tensor,
+        *,
+        bias: torch.Tensor | None,
+        at: torch.Tensor | None,
+        keep: tuple[bool, bool],
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """y [M, N], and what backward needs of x for wgrad; keep: is there a dgrad, a wgrad.
+
+        That is the codes of x, packed, and their scales, made in the one read of x that fprop needs
+        as well; a bf16 wgrad keeps x.
+        """
+        which = Which(FPROP, self.active, w_NK.shape[0], ahead=keep[0])
         gemm = self.stage.policy.wgrad
-        if not isinstance(gemm, Gemm):
+        if not keep[1] or not isinstance(gemm, Gemm):
+            y_MN = self.run(which, x_MK, [w_NK], bias=bias, at=at)
             narrow = x_MK.dtype == torch.float32 and autocast_dtype(x_MK) is not None
-            return [x_MK.bfloat16() if narrow else x_MK]
+            return y_MN, [x_MK.bfloat16() if narrow else x_MK] if keep[1] else []
         if torch.compiler.is_compiling():
-            kept: list[torch.Tensor] = traced().keep(
-                x_MK, at, self.key, self.active, self.wgrad_texts[self.active]
-            )
-            return kept
-        return self.keep_now(x_MK, at, self.active)
+            dtype = result_dtype(x_MK, self.stage.policy.fprop)
+            where = [*which, int(dtype == torch.float64), int(self.stage.turns_x)]
+            text = self.wgrad_texts[self.active]
+            found = traced().project([x_MK, w_NK], bias, at, self.key, where, text)
+            return found[0], found[1:]
+        return self.project_now(which, x_MK, w_NK, bias=bias, at=at)
+
+    def project_now(
+        self,
+        which: Which,
+        x_MK: torch.Tensor,
+        w_NK: torch.Tensor,
+        *,
+        bias: torch.Tensor | None,
+        at: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """`project` of a quantized wgrad outside of tracing."""
+        pair = self.cast_both((FPROP, 0), (WGRAD, 1), x_MK, at, which.stage)
+        if pair is None:
+            y_MN = self.run_now(which, x_MK, [w_NK], bias=bias, at=at)
+            return y_MN, self.keep_now(x_MK, at, which.stage)
+        return self.run_now(which, pair[0], [w_NK], bias=bias, at=at), parts_of(pair[1])
+
+    def gradients(
+        self,
+        which: Which,
+        dy_MN: torch.Tensor,
+        w_NK: torch.Tensor,
+        kept: Sequence[torch.Tensor],
+        *,
+        at: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """dx and dw, with dy read once for both; `which` names the stage and the columns of x."""
+        if torch.compiler.is_compiling():
+            policy = self.stages[which.stage].policy
+            both = (policy.dgrad, policy.wgrad)
+            wide = [int(result_dtype(dy_MN, one) == torch.float64) for one in both]
+            where = [*which, *wide]
+            dx_MK, dw_NK = traced().gradients(dy_MN, w_NK, list(kept), at, self.key, where)
+            return dx_MK, dw_NK
+        return self.gradients_now(which, dy_MN, w_NK, kept, at=at)
+
+    def gradients_now(
+        self,
+        which: Which,
+        dy_MN: torch.Tensor,
+        w_NK: torch.Tensor,
+        kept: Sequence[torch.Tensor],
+        *,
+        at: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`gradients` outside of tracing."""
+        pair = self.cast_both((DGRAD, 0), (WGRAD, 0), dy_MN, at, which.stage)
+        by_row, by_column = (dy_MN, dy_MN) if pair is None else (pair[0], pair[1].mT)
+        dgrad, wgrad = (which._replace(product=one) for one in (DGRAD, WGRAD))
+        dx_MK = self.run_now(dgrad, by_row, [w_NK], bias=None, at=at)
+        return dx_MK, self.run_now(wgrad, by_column, kept, bias=None, at=at)
 
     def keep_now(
         self, x_MK: torch.Tensor, at: torch.Tensor | None, stage_index: int
     ) -> list[torch.Tensor]:
         """`keep` of a quantized wgrad outside of tracing."""
         with no_autocast(x_MK):
-            q_KM: Any = self._operand(WGRAD, 1, x_MK, at, stage_index)
+            q_KM: Any = self.operand(WGRAD, 1, x_MK, at, stage_index)
         return parts_of(q_KM.mT)
-
-    def _operand(
-        self, product: int, side: int, t: torch.Tensor, at: torch.Tensor | None, index: int
-    ) -> torch.Tensor | QuantizedTensor:
-        """An operand as it enters the GEMM: contraction last, rotated and cast by stage `index`."""
-        stage, seed = self.stages[index], self.seeds[index]
-        name, operand, axis = PRODUCTS[product], OPERANDS[product][side], _AXES[product][side]
-        rows = t.shape[0]
-        gemm = getattr(stage.policy, name)
-        cast = rotation = signs = None
-        if isinstance(gemm, Gemm):
-            cast, rotation = (gemm.left, gemm.right)[side], gemm.rotation
-            if rotation is not None and rotation.seeded:
-                signs = self._stream(f"{name}.signs", at, seed)
-        backend = getattr(stage.backends[name], _SIDES[side])
-        fused = rotation is not None and self._rotates_in_cast(cast, backend)
-        if rotation is not None and not fused:
-            t = rotate(t, rotation, axis=axis, side=_SIDES[side], stream=signs)
-        arrived: CastAlready | None = getattr(t, "lowprec_quantized", None)
-        if arrived is not None:
-            return arrived.operand(self.layer, cast, axis)
-        if self.monitor is not None:
-            self.monitor.saw(name, operand, t, axis, cast)
-        if cast is None:
-            return t if axis == -1 else t.mT
-        generator = None
-        if cast.stochastic:
-            shared = operand == "w"  # every rank holds the same weight
-            rows = 0 if shared else rows
-            generator = self._stream(f"{name}.{operand}", at, seed, rows=rows)
-        if fused and rotation is not None:
-            streams = (signs, generator)
-            q: QuantizedTensor = triton_kernels.rotate_quantize(
-                t, rotation, cast, axis=axis, side=_SIDES[side], streams=streams
-            )
-        else:
-            q = ops.quantize(t, cast, axis=axis, generator=generator, backend=backend)
-        return q if axis == -1 else q.mT
-
-    def _rotates_in_cast(self, cast: Cast | None, backend: str) -> bool:
-        """Whether one kernel rotates and casts; what watches wants to see the rotated values."""
-        fits = backend == "triton" and cast is not None and triton_kernels.fits_rotation(cast)
-        return fits and self.monitor is None
-
-    def _stream(
-        self, role: str, at: torch.Tensor | None, seed: int, rows: int | None = None
-    ) -> RandomStream:
-        """The random bits of an operand with `rows` local rows, or of signs (no rows)."""
-        assert at is not None  # a random policy always has its moment
-        moment = At(*at.tolist())
-        if rows is None:  # signs: the same for every micro-batch and rank
-            return RandomStream(seed, self.layer, role, moment.step)
-        return RandomStream(
-            seed,
-            self.layer,
-            role,
-            moment.step,
-            moment.micro_batch,
-            first_row=moment.data_rank * rows,
-        )
 
 
 def result_dtype(left: torch.Tensor, precision: Product) -> torch.dtype:
     """bfloat16, and float64 for unquantized float64 operands."""
     wide = left.dtype == torch.float64 and not isinstance(precision, Gemm)
     return torch.float64 if wide else torch.bfloat16
-
-
-def parts_of(q_MK: QuantizedTensor) -> list[torch.Tensor]:
-    """What is kept of a quantized x: packed codes, scales, and the outer scale if there is one."""
-    parts = [pack_codes(q_MK.codes, q_MK.format.element.bits), q_MK.scales]
-    return parts if q_MK.outer is None else [*parts, q_MK.outer]
-
-
-def _restored(
-    parts: Sequence[torch.Tensor], gemm: Gemm, *, rows: int, columns: int
-) -> QuantizedTensor:
-    """x cast along M, as [K, M], from what was kept; `rows` without the rotation's padding."""
-    rows = rows if gemm.rotation is None else gemm.rotation.padded(rows)
-    fmt = gemm.right.format
-    codes = unpack_codes(parts[0], fmt.element.bits, (rows, columns))
-    outer = parts[2] if fmt.outer else None
-    return QuantizedTensor(codes, parts[1], fmt, -2, outer).mT
-
-
-def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
-    """The dtype that autocast gives a linear layer on x, or None where it has no say."""
-    device = x.device.type
-    if device == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
-        return None
-    return torch.get_autocast_dtype(device)
-
-
-def no_autocast(x: torch.Tensor) -> AbstractContextManager[Any]:
-    """Autocast would round the float32 operands of an emulated product."""
-    if autocast_dtype(x) is None:
-        return nullcontext()
-    return torch.autocast(x.device.type, enabled=False)

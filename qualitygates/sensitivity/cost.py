@@ -8,10 +8,13 @@ shapes roughly: measured rates belong in a calibration file.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+import lowprec
 
 from ..errors import ExperimentError
 from ..experiment import nearest
@@ -115,8 +118,11 @@ class SpeedFacts:
 
 def _calibrated(path: Path) -> tuple[Rates, str, str]:
     try:
+        data = read_toml(path)
+        if "checksum" in data:  # as python -m lowprec calibrate writes it
+            return _measured(path)
         table = Reader(
-            read_toml(path),
+            data,
             (
                 *("schema", "hardware", "source", "bf16_tflops", "fp8_tflops", "fp4_tflops"),
                 *("copy_tbytes", "launch_us", "mx"),
@@ -136,6 +142,34 @@ def _calibrated(path: Path) -> tuple[Rates, str, str]:
         return rates, table.text("hardware"), f"rates from {path.name}: {table.text('source')}"
     except ExperimentError as error:
         raise ExperimentError(f"[speed] calibration {path}: {error}") from error
+
+
+def _measured(path: Path) -> tuple[Rates, str, str]:
+    """Rates from a calibration of lowprec's: of each width, the best that it found for fprop."""
+    try:
+        found = lowprec.load_calibration(path)
+    except lowprec.LowprecError as error:
+        raise ExperimentError(str(error)) from error
+    best = {16: 0.0, 8: 0.0, 4: 0.0}
+    if found.rates is not None:
+        best = {16: found.rates.bf16_tflops, 8: found.rates.fp8_tflops, 4: found.rates.fp4_tflops}
+    for table in found.tables:
+        if table.op == "fprop":
+            bits = 16 if table.what == BF16 else Option.parse(table.what).bits
+            width = 8 if 4 < bits < 16 else bits
+            rates = (2e-6 * math.prod(at) / us for at, us in table.points())
+            best[width] = max(best[width], *rates)
+    if not best[8]:
+        raise ExperimentError(f"{found.gpu} has no native low-precision products to calibrate by")
+    facts = Rates(
+        bf16=1e12 * best[16],
+        fp8=1e12 * best[8],
+        fp4=1e12 * best[4],
+        copy=1e12 * found.copy_tbytes,
+        launch=1e-6 * found.launch_us,
+        mx=found.capability[0] == 10,
+    )
+    return facts, found.gpu, f"rates from {path.name}: {found.text}"
 
 
 def _native(rates: Rates, option: Option) -> bool:

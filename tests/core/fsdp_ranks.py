@@ -83,10 +83,12 @@ def watch_codes(model: Any) -> list[Any]:
     return seen
 
 
-def invariance(rank: int, ranks: int) -> dict[str, Any]:
+def invariance(
+    rank: int, ranks: int, shapes: dict[str, tuple[int, int]] = SHAPES
+) -> dict[str, Any]:
     """Codes of each shape as gathered, or None where it came unquantized."""
     found: dict[str, Any] = {}
-    for name, (n, k) in SHAPES.items():
+    for name, (n, k) in shapes.items():
         torch.manual_seed(1)
         layer = wrap(nn.Sequential(nn.Linear(k, n)))
         shard_quantized(layer, init_device_mesh("cpu", (ranks,)))
@@ -312,5 +314,5 @@ def worker(
     )
     found = task(rank, ranks, Path(folder))
     torch.save(found, Path(folder) / f"{task.__name__}-{rank}.pt")
-    if task is everything:
+    if task is not lost:
         dist.destroy_process_group()

@@ -41,7 +41,7 @@ def test_plan_prints_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str
     out = capsys.readouterr().out
     assert "b200 (sm100)" in out
     assert "mxfp8 x mxfp8_32x32" in out
-    assert "emulated" in out
+    assert "native" in out
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,9 @@ def test_shipped_recipes_read_and_round_trip() -> None:
 
 TILES, PORTABLE = "mxfp8 x mxfp8_32x32", "mxfp8_1x128 x mxfp8_128x128"
 ROTATED = "mxfp4:sr + rht32:seeded"
+STATIC = "e4m3*256 x fp8_128x128"
 HEAD = ("last:1", "bf16", "bf16", "bf16")
-# recipe: (match, fprop, dgrad, wgrad) of every rule
+# recipe: (match, products in order) of every rule
 SHIPPED = {
     "bf16": [("*", "bf16", "bf16", "bf16")],
     "fp8-rowwise": [("*", "fp8_rowwise", "fp8_rowwise", "fp8_rowwise")],
@@ -38,8 +39,21 @@ SHIPPED = {
     "mxfp4-backward": [("*", TILES, ROTATED, ROTATED), HEAD],
     "mxfp8": [("*", TILES, TILES, "mxfp8")],
     "mxfp8-lowmem": [("*", TILES, TILES, "mxfp8 x mxfp4:even")],
-    "mxfp8-portable": [("*", PORTABLE, PORTABLE, "mxfp8_1x128")],
+    "mxfp8-portable": [("*", PORTABLE, PORTABLE, PORTABLE)],
     "mxfp8-rotated-wgrad": [("*", TILES, TILES, "mxfp8 + rht32:none")],
+    "mxfp8-attention": [
+        ("*", TILES, TILES, "mxfp8"),
+        ("*", "mxfp8_32x32", TILES, "mxfp8_32x32", TILES, TILES, TILES),
+    ],
+    "fp8-attention": [
+        ("*", PORTABLE, PORTABLE, PORTABLE),
+        ("*", "fp8_128x128", STATIC, "fp8_128x128", "bf16", "bf16", "bf16"),
+    ],
+    "attention-safe": [
+        ("*", TILES, TILES, "bf16"),
+        ("*", "mxfp8_32x32", "bf16", "bf16", TILES, TILES, TILES),
+        HEAD,
+    ],
     "mxfp8-safe": [("*", TILES, TILES, "bf16"), HEAD],
     "nvfp4": [
         ("*", "nvfp4 x nvfp4_16x16", "nvfp4:sr x nvfp4_16x16", "nvfp4:sr x nvfp4 + rht16"),
@@ -57,7 +71,8 @@ def test_shipped_recipes_decide_what_their_names_promise() -> None:
         for name in shipped_recipes()
     } == SHIPPED
     for name in SHIPPED:
-        assert {rule.kind for rule in load_recipe(name).rules} == {"linear"}
+        kinds = {rule.kind for rule in load_recipe(name).rules}
+        assert kinds == ({"linear", "attention"} if "attention" in name else {"linear"})
 
 
 def test_hash_covers_decisions_not_prose() -> None:

@@ -11,7 +11,7 @@ from lowprec.backends import triton_kernels
 from lowprec.errors import UnsupportedError
 from lowprec.formats import Cast
 from lowprec.hardware import NAMED
-from lowprec.nn import norms
+from lowprec.nn import gates, norms
 from lowprec.rng import RandomStream
 from lowprec.rotation import Rotation, rotate
 from tests.core.kernel_cases import assert_same, data, gaussian, inside, law, needs_triton, poison
@@ -132,20 +132,9 @@ def test_swizzled_scales(rows_and_blocks: tuple[int, int]) -> None:
     assert torch.equal(triton_kernels.from_swizzled(got, rows, blocks), scales)
 
 
-def test_scales_in_the_storage_of_cublas() -> None:
-    scales = gaussian(6, 5, seed=1)
-    rows = triton_kernels.padded_scales(scales, by_tile=False)
-    assert torch.equal(rows, scales)
-    assert rows.stride() == (1, 8)
-    tiles = triton_kernels.padded_scales(scales, by_tile=True)
-    assert tiles.shape == (8, 6)
-    assert tiles.stride() == (1, 8)
-    assert torch.equal(tiles[:5].mT, scales)
-    assert not tiles[5:].any()
-    with pytest.raises(UnsupportedError, match=r"float32 .rows, blocks., not torch.uint8"):
-        triton_kernels.padded_scales(scales.to(torch.uint8), by_tile=True)
+def test_what_cannot_be_swizzled_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="swizzle takes E8M0 scales"):
-        triton_kernels.to_swizzled(scales)
+        triton_kernels.to_swizzled(gaussian(6, 5, seed=1))
     with pytest.raises(UnsupportedError, match="6 rows by 5 blocks: those are 1024 bytes"):
         triton_kernels.from_swizzled(torch.zeros(512, dtype=torch.uint8), 6, 5)
 
@@ -203,9 +192,15 @@ def test_casts_compile_without_graph_breaks() -> None:
 
 @inside
 def test_the_ops_have_fakes_and_schemas_that_fit() -> None:
-    from lowprec.backends.triton_kernels import launch, norm_ops, rotate_ops, scale_layouts
+    from lowprec.backends.triton_kernels import (
+        gate_ops,
+        launch,
+        norm_ops,
+        rotate_ops,
+        scale_layouts,
+    )
 
-    del launch, norm_ops, rotate_ops, scale_layouts
+    del gate_ops, launch, norm_ops, rotate_ops, scale_layouts
     x, rstd = gaussian(33, 48, seed=1).bfloat16(), torch.ones(33)
     weight, numbers = torch.ones(48).bfloat16(), [0, 1, 2]
     draws = (None, numbers, "across")
@@ -214,6 +209,7 @@ def test_the_ops_have_fakes_and_schemas_that_fit() -> None:
         "rotate_cast": (x[None], None, 16, 0.25, "mxfp8:sr", False, None, numbers, "inner"),
         "norm_both": (x, None, weight, None, 1e-6, True, "mxfp8", "mxfp8"),
         "norm_again": (x, weight, None, None, rstd, "", "mxfp8"),
+        "gate_backward_halves": (x[:, :24], x, "silu"),
         "swizzle_scales": (torch.zeros(1, 3, 5, dtype=torch.uint8),),
         "unswizzle_scales": (torch.zeros(1, 1024, dtype=torch.uint8), 3, 5),
     }.items():
@@ -300,6 +296,62 @@ def test_activations_and_their_casts(kind: str, gated: bool) -> None:
     for one, leaf in zip(fused.activate_backward(dy, gate, up, kind=kind), leaves, strict=True):
         if one is not None:
             assert (one.double() - leaf.grad).norm() <= 2e-6 * leaf.grad.norm()
+
+
+@inside
+@pytest.mark.parametrize("columns", [70, 64])
+def test_gradients_of_a_gate_in_the_halves_of_one_tensor(columns: int) -> None:
+    wide = gaussian(2, 20, 2 * columns + 8, seed=2).bfloat16()
+    dy = gaussian(2, 20, columns + 1, seed=3).bfloat16()[..., :columns]
+    for both in (wide[..., : 2 * columns], wide[..., : 2 * columns].contiguous(), wide[:0, :, 8:]):
+        out = dy[: len(both)]
+        got = triton_kernels.activate_halves_backward(out, both, kind="gelu")
+        assert got.is_contiguous()
+        alone = [one.contiguous() for one in both.chunk(2, -1)]
+        want = triton_kernels.activate_backward(out.contiguous(), *alone, kind="gelu")
+        assert torch.equal(got, torch.cat(want, -1))
+
+
+@inside
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("proven", ["gate + mxfp8", "nothing"])
+def test_gated_linear_by_the_kernels(
+    proven: str, gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and backward use the codes of the kernels' activation followed by a cast."""
+    chosen = frozenset({"mxfp8", "mxfp8_32x32", proven})
+    monkeypatch.setattr(triton_kernels, "PROVEN", chosen)
+    torch.manual_seed(0)
+    module = lowprec.GatedLinear(nn.Linear(64, 32), gated=gated).bfloat16()
+    plan = lowprec.plan(module, lowprec.load_recipe("mxfp8"), hardware=NAMED["h200"])
+    lowprec.apply(module, plan)
+    products = module.linear.lowprec_products
+    assert norms.in_kernel(products.stage)
+    assert gates.keeps_codes(products.stage) == (proven == "nothing")
+    x = gaussian(40, 128 if gated else 64, seed=1).bfloat16().requires_grad_()
+    dy = gaussian(40, 32, seed=4).bfloat16()
+    y = module(x)
+    y.backward(dy)
+    gate, up = x.detach().chunk(2, -1) if gated else (x.detach(), None)
+    values = triton_kernels.activate(gate, up, None).requires_grad_()
+    want = module.linear(values)
+    assert torch.equal(y, want)
+    found = [parameter.grad.clone() for parameter in module.parameters()]
+    module.zero_grad()
+    want.backward(dy)
+    for got, parameter in zip(found, module.parameters(), strict=True):
+        assert torch.equal(got, parameter.grad)
+    halves = triton_kernels.activate_backward(values.grad, gate, up)
+    assert torch.equal(x.grad, torch.cat([one for one in halves if one is not None], -1))
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    for one, other in zip(grads(compiled, x, dy), grads(module, x, dy), strict=True):
+        assert torch.equal(one, other)
+
+
+def grads(module: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
+    y = module(x)
+    return [y, *torch.autograd.grad(y, [x, *module.parameters()], dy)]
 
 
 def test_what_the_fused_kernels_refuse() -> None:

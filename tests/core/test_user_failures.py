@@ -86,7 +86,7 @@ def test_rows_of_zeros_change_no_other_row(policy: str) -> None:
         assert torch.allclose(other[2], results[0][2], rtol=2**-7, atol=1e-5)
 
 
-@pytest.mark.parametrize("recipe", shipped_recipes())
+@pytest.mark.parametrize("recipe", [n for n in shipped_recipes() if "attention" not in n])
 def test_multiples_of_32_that_are_none_of_128(recipe: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(32 + 64 * i, 96 + 64 * i, bias=False) for i in range(3)))

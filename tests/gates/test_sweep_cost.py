@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
+import lowprec
 from qualitygates.errors import ExperimentError
 from qualitygates.sensitivity.cost import CASTS, PUBLISHED, SpeedFacts, layer_seconds
+from tests.core.calibrations import BF16_RATE, FP8_RATE, synthetic
 
 # Speed of forward and backward over BF16 on an H200, block FP8, by where the casts run (the order
 # of CASTS), for (rows, N, K); docs/sweeps.md names the source.
@@ -101,6 +103,32 @@ def test_a_calibration_file_replaces_them(tmp_path: Path) -> None:
     assert found.refusal("nvfp4")
     path.write_text('schema = 1\nhardware = "my gpu"\nbf16_flops = 1\n')
     with pytest.raises(ExperimentError, match=r"mine.toml.*'bf16_flops'.*bf16_tflops"):
+        facts(calibration=path)
+
+
+def test_a_calibration_of_the_library_is_taken_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    found = synthetic()
+    path.write_text(found.to_toml())
+    taken = facts(calibration=path)
+    assert taken.hardware == "h200"
+    assert "mine.toml: predicted from rates measured on h200" in taken.source
+    assert taken.rates is not None
+    assert taken.rates.bf16 == pytest.approx(1e6 * BF16_RATE, rel=1e-3)
+    assert taken.rates.fp8 == pytest.approx(1e6 * FP8_RATE, rel=1e-3)
+    assert (taken.rates.copy, taken.rates.launch) == (4.2e12, 2e-6)
+    assert not taken.rates.mx
+    assert taken.refusal("nvfp4")
+    path.write_text(lowprec.load_calibration("b200").to_toml())
+    taken = facts(calibration=path)
+    assert taken.rates is not None
+    assert (taken.rates.bf16, taken.rates.fp8, taken.rates.mx) == (1600e12, 3000e12, True)
+    assert "never measured" in taken.source
+    path.write_text(found.to_toml().replace("copy_tbytes = 4.2", "copy_tbytes = 5.2"))
+    with pytest.raises(ExperimentError, match=r"mine.toml.*edited by hand"):
+        facts(calibration=path)
+    path.write_text(synthetic(gpu="a100").to_toml())
+    with pytest.raises(ExperimentError, match="a100 has no native low-precision products"):
         facts(calibration=path)
 
 

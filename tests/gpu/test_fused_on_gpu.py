@@ -11,7 +11,8 @@ from torch import nn
 import lowprec
 from lowprec.backends import reference, triton_kernels
 from lowprec.formats import ALL, FORMATS, Cast, Rounding
-from lowprec.nn import norms
+from lowprec.nn import gates, norms
+from lowprec.nn.gates import ACTIVATIONS
 from lowprec.rng import RandomStream
 from lowprec.rotation import Rotation, rotate
 from lowprec.tensor import QuantizedTensor
@@ -106,7 +107,7 @@ def test_rotation_and_cast(text: str) -> None:
 @pytest.mark.parametrize("text", NORMED)
 def test_norms_and_casts(text: str) -> None:
     cast = Cast.parse(text)
-    for rows, cols in ((0, 64), (1, 39), (63, 100), (300, 1000), (129, 2048), (40, 256)):
+    for rows, cols in ((0, 64), (1, 39), (63, 100), (300, 1000), (129, 2048), (9000, 512)):
         for centered in (False, True):
             x, other = (torch.randn(rows, cols, device="cuda").bfloat16() for _ in "ab")
             affine = {"weight": torch.randn(cols, device="cuda").bfloat16(), "bias": None}
@@ -128,6 +129,89 @@ def test_norms_and_casts(text: str) -> None:
                     assert_same(again, law(values, cast, -2), *where)
                 assert_same(column, law(values, cast, -2), *where)
                 assert torch.allclose(row.rstd, both.rstd, rtol=1e-5)
+
+
+@pytest.mark.parametrize("text", NORMED)
+def test_gates_and_casts(text: str) -> None:
+    cast = Cast.parse(text)
+    shapes = [(0, 64), (1, 39), (63, 100), (300, 1000), (129, 4096), (9000, 512)]
+    for (rows, cols), kind in zip(shapes, [*ACTIVATIONS] * 2, strict=True):
+        both = torch.randn(rows, 2 * cols, device="cuda")
+        poison = poisoned(data(rows, 2 * cols)).bfloat16()
+        for x in (both.bfloat16(), poison, *([both] if rows == 300 else [])):
+            for gate, up in ((x[:, :cols], x[:, cols:]), (x[:, cols:], None)):
+                values = triton_kernels.activate(gate, up, None, kind=kind)
+                coded = triton_kernels.activate(gate, up, cast, kind=kind)
+                assert_same(coded, law(values, cast, -1), rows, cols, kind, x.dtype, up is None)
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_gates_and_their_gradients(kind: str) -> None:
+    """Against float64, within the rounding of the result."""
+    activation = gates.Activation(kind, gated=True)
+    for rows, cols in ((0, 64), (1, 39), (300, 1000), (9000, 512)):
+        both, dy = (torch.randn(rows, n, device="cuda").bfloat16() for n in (2 * cols, cols))
+        leaf = both.double().requires_grad_()
+        exact = gates.values(leaf, activation)
+        exact.backward(dy.double())
+        halves = both.chunk(2, 1)
+        apart = triton_kernels.activate_backward(dy, *halves, kind=kind)
+        for got, want in (
+            (triton_kernels.activate(*halves, None, kind=kind), exact),
+            (triton_kernels.activate_halves_backward(dy, both, kind=kind), leaf.grad),
+            (torch.cat(apart, 1), leaf.grad),
+        ):
+            assert (got - want).norm() <= 2**-8 * want.norm(), (rows, cols)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8-portable"])
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_gated_layers_by_the_kernels(
+    recipe: str, gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GatedLinear eager and compiled; its codes are those of the kernels' activation and a cast."""
+    known = triton_kernels.PROVEN
+    more = {f"gate + {text}" for text in known if "+" not in text}
+    torch.manual_seed(0)
+    x, dy = (torch.randn(96, n, device="cuda").bfloat16() for n in (1024 if gated else 512, 256))
+    for proven in (known | more, known - more):
+        monkeypatch.setattr(triton_kernels, "PROVEN", frozenset(proven))
+        module = lowprec.GatedLinear(nn.Linear(512, 256), gated=gated).bfloat16().cuda()
+        lowprec.apply(module, lowprec.plan(module, lowprec.load_recipe(recipe)))
+        assert gates.keeps_codes(module.linear.lowprec_products.stage) == (proven == known - more)
+        results = []
+        torch.compiler.reset()
+        for run in (module, torch.compile(module, fullgraph=True)):
+            leaf = x.clone().requires_grad_()
+            y = run(leaf)
+            found = torch.autograd.grad(y, [leaf, *module.parameters()], dy)
+            results.append([y, *found])
+        for eager, compiled in zip(*results, strict=True):
+            assert torch.equal(eager, compiled)
+        gate, up = x.chunk(2, 1) if gated else (x, None)
+        values = triton_kernels.activate(gate, up, None).requires_grad_()
+        want = module.linear(values)
+        da, *others = torch.autograd.grad(want, [values, *module.parameters()], dy)
+        assert torch.equal(results[0][0], want)
+        for got, other in zip(results[0][2:], others, strict=True):
+            assert torch.equal(got, other)
+        halves = triton_kernels.activate_backward(da, gate, up)
+        dx = torch.cat([one for one in halves if one is not None], 1)
+        assert (results[0][1].float() - dx).norm() <= 2**-8 * dx.float().norm()
+
+
+@pytest.mark.parametrize("text", ["mxfp8_128x128", "fp8_128x128", "mxfp8_32x32"])
+def test_norms_cast_again_in_tiles(text: str) -> None:
+    cast = Cast.parse(text)
+    for rows, cols in ((1, 39), (300, 1000), (200, 512)):
+        for centered in (False, True):
+            x = torch.randn(rows, cols, device="cuda").bfloat16()
+            weight, bias = (torch.randn(cols, device="cuda").bfloat16() for _ in "ab")
+            affine = {"weight": weight, "bias": bias if centered else None}
+            done = triton_kernels.normalize(x, None, centered=centered, **affine)
+            again = triton_kernels.normalize_again(done, cast, axis=-2, **affine)
+            assert_same(again, law(done.result, cast, -2), rows, cols, centered)
 
 
 def test_random_words_and_layouts() -> None:
@@ -215,11 +299,13 @@ def test_small_shapes_for_the_sanitizer() -> None:
             centered=centered,
             residual=data(40, 1000).bfloat16(),
         )
+        triton_kernels.normalize_both(data(40, 1024).bfloat16(), (mx, mx), centered=centered)
         triton_kernels.normalize_again(done, mx, axis=-2, **options)
         triton_kernels.normalize_backward(x, done, weight=weight, has_bias=centered, passed=x)
     from lowprec.backends.triton_kernels import fused
 
     fused.activate(x, x, mx)
     fused.activate_backward(x, x, x)
+    fused.activate_halves_backward(x[:, :72], x)
     triton_kernels.to_swizzled(triton_kernels.quantize(x, mx, axis=-1).scales)
     torch.cuda.synchronize()

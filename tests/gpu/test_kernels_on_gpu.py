@@ -72,7 +72,7 @@ def test_casts_equal_the_reference(text: str, encoding: str) -> None:
                 assert_same(got, law(source, cast, axis), shape, source.dtype, axis)
 
 
-@pytest.mark.parametrize("text", BLOCKS)
+@pytest.mark.parametrize("text", [*BLOCKS, "fp8_tensorwise"])
 def test_both_directions_in_one_read(text: str, encoding: str) -> None:
     cast = Cast.parse(text)
     default = cast.scale_rule is cast.format.scale_rules[0]

@@ -88,7 +88,8 @@ def test_a_training_step_agrees_with_the_cpu(recipe: str) -> None:
         layers = (nn.Linear(39, 256), nn.Tanh(), nn.Linear(256, 64), nn.Tanh(), nn.Linear(64, 64))
         model = nn.Sequential(*layers).to(device)
         x = torch.randn(100, 39).to(device)
-        lowprec.apply(model, lowprec.plan(model, lowprec.load_recipe(recipe)))
+        machine = "cpu" if device == "cpu" else None
+        lowprec.apply(model, lowprec.plan(model, lowprec.load_recipe(recipe), hardware=machine))
         lowprec.set_step(model, 3)
         model(x).square().mean().backward()
         assert lowprec.observe(model).gemms["2"]["wgrad"]
@@ -98,12 +99,15 @@ def test_a_training_step_agrees_with_the_cpu(recipe: str) -> None:
         assert (cpu - gpu).norm() <= (0.1 if "mxfp4" in recipe else 0.02) * cpu.norm()
 
 
-def test_the_machine_is_known_and_the_plan_says_emulated() -> None:
+def test_the_machine_is_known_and_the_plan_says_what_is_native() -> None:
     hardware = current()
     assert hardware.device == "cuda"
     assert hardware.capability == torch.cuda.get_device_capability()
-    plan = lowprec.plan(nn.Linear(64, 64), lowprec.load_recipe("mxfp8"))
-    assert "emulated" in str(plan)
+    major = hardware.capability[0]
+    where = {"mxfp8": {10}, "mxfp8-portable": {9, 10}, "mxfp4-backward": set[int]()}
+    for recipe, native in where.items():
+        plan = lowprec.plan(nn.Linear(64, 64), lowprec.load_recipe(recipe))
+        assert plan.layers[0].backends["dgrad"].native is (major in native)
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")

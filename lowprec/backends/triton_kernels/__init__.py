@@ -81,8 +81,8 @@ def quantize(
     """Cast `x` along `axis`; codes are contiguous along the contraction, whatever x's strides."""
     _check(x, cast)
     view = View.of(x, cast, axis)
-    text = str(cast)
-    ops = _ops()
+    text = cast.text
+    ops = _ops(view.data)
     if ALL in cast.format.block:
         codes, scales = ops.cast_spans(view.data, text, view.by_column)
         turned = view.by_column and cast.format.block != (ALL, ALL)
@@ -107,6 +107,10 @@ def quantize_both(
     streams: tuple[RandomStream | None, RandomStream | None] = (None, None),
 ) -> tuple[QuantizedTensor, QuantizedTensor]:
     """Cast `x` [..., R, C] along its last axis and along the one before, in one read of `x`."""
+    if x.ndim == 2 and row_cast == column_cast and row_cast.format.block == (ALL, ALL):
+        return _tensor_both(x, row_cast)
+    if streams == (None, None) and x.ndim == 2 and x.stride(1) == 1:
+        return _matrix_both(x.detach(), row_cast, column_cast)
     if x.ndim < 2 or ALL in (*row_cast.format.block, *column_cast.format.block):
         return (
             quantize(x, row_cast, axis=-1, stream=streams[0]),
@@ -119,20 +123,60 @@ def quantize_both(
     across, down = (column, row) if turned else (row, column)
     texts = str(across.cast), str(down.cast)
     if streams == (None, None):
-        found = _ops().cast_tiles(row.data, *texts)
+        found = _ops(row.data).cast_tiles(row.data, *texts)
     else:
         drawn = [NEAREST if s is None else row.draws(s, x) for s in streams]
         drawn = drawn[::-1] if turned else drawn
-        found = _ops().cast_tiles_random(row.data, *texts, *drawn[0].flat(), *drawn[1].flat())
+        found = _ops(row.data).cast_tiles_random(
+            row.data, *texts, *drawn[0].flat(), *drawn[1].flat()
+        )
     first = across.result(found[0], found[1], turned=False, scales_turned=True)
     second = down.result(found[2], found[3], turned=True, scales_turned=False)
     return (second, first) if turned else (first, second)
+
+
+def _matrix_both(
+    x: torch.Tensor, row_cast: Cast, column_cast: Cast
+) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """`quantize_both` to nearest of [R, C] with unit stride along C, without the general views."""
+    if ALL in (*row_cast.format.block, *column_cast.format.block):
+        return quantize(x, row_cast, axis=-1), quantize(x, column_cast, axis=-2)
+    _check(x, row_cast, column_cast)
+    x = x.float() if x.dtype == torch.float64 else x
+    rows, cols = x.shape
+    codes, scales, codes_t, scales_t = _ops(x).cast_tiles(x[None], row_cast.text, column_cast.text)
+    return (
+        QuantizedTensor(codes[0, :, :cols], scales[0].mT, row_cast.format, -1),
+        QuantizedTensor(codes_t[0, :, :rows].mT, scales_t[0], column_cast.format, -2),
+    )
+
+
+def _tensor_both(x: torch.Tensor, cast: Cast) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """The codes of a matrix under one scale, contiguous along its last axis and its first."""
+    _check(x, cast)
+    data = x.detach()
+    turned = data.stride(-1) != 1 and data.stride(0) == 1
+    data = data.mT if turned else data if data.stride(-1) == 1 else data.contiguous()
+    codes, codes_t, scale = _ops(data).cast_tensor_both(data[None], str(cast))
+    rows, cols = data.shape
+    codes, codes_t, scale = codes[0, :, :cols], codes_t[0, :, :rows].mT, scale[0]
+    if turned:
+        codes, codes_t = codes_t.mT, codes.mT
+    return (
+        QuantizedTensor(codes, scale, cast.format, -1),
+        QuantizedTensor(codes_t, scale, cast.format, -2),
+    )
 
 
 def _check(x: torch.Tensor, *casts: Cast) -> None:
     for cast in casts:
         if reason := _no_kernel(cast):
             raise UnsupportedError(f"triton: {reason}; use the reference")
+    check_device(x)
+
+
+def check_device(x: torch.Tensor) -> None:
+    """Raise UnsupportedError for a tensor where these kernels do not run."""
     from lowprec.backends.triton_kernels import launch
 
     if not x.is_cuda and not launch.INTEGER:
@@ -151,7 +195,7 @@ def dequantize(q: QuantizedTensor, *, dtype: torch.dtype) -> torch.Tensor:
     scale = scales.data.mT if flipped else scales.data
     scale = scale.reshape(data.shape[0], *scale.shape[-2:]).contiguous()
     narrow = torch.float32 if dtype == torch.float64 else dtype
-    out = _ops().decode_tiles(data, scale, q.format.name, by_column, narrow)
+    out = _ops(data).decode_tiles(data, scale, q.format.name, by_column, narrow)
     out = (out.mT if flipped else out).reshape(codes.data.shape)
     return codes.restore(out, is_scale=False).to(dtype)
 
@@ -166,26 +210,35 @@ def round_trip(
     if ALL in cast.format.block or cast.format.outer:
         raise UnsupportedError(f"triton: no one-pass round trip through {cast.format.name}")
     view = View.of(x, cast, axis)
-    out = _ops().round_trip(view.data, str(cast), view.by_column, dtype)
+    out = _ops(view.data).round_trip(view.data, cast.text, view.by_column, dtype)
     return view.restore(out, turned=False, is_scale=False)
 
 
-def _ops() -> Any:
+def _ops(x: torch.Tensor) -> Any:
     # These register the ops.
     from lowprec.backends.triton_kernels import launch, span_ops, value_ops
 
-    del launch, span_ops, value_ops
-    return torch.ops.lowprec
+    del span_ops, value_ops
+    return launch.ops_for(x)
 
 
 def fits_rotation(cast: Cast) -> bool:
     """Whether a kernel rotates and casts: blocks of one row, power-of-two scales, and proven."""
-    return _one_row(cast) and cast.format.block[1] % 32 == 0 and f"rotation + {cast}" in PROVEN
+    return _one_row(cast) and cast.format.block[1] % 32 == 0 and "rotation + " + cast.text in PROVEN
 
 
-def fits_norm(cast: Cast) -> bool:
-    """Whether a kernel normalizes and casts: as for a rotation, and to nearest."""
-    return _one_row(cast) and not cast.stochastic and f"norm + {cast}" in PROVEN
+def fits_norm(cast: Cast, *, again: bool = False) -> bool:
+    """Whether a kernel normalizes and casts, to nearest: blocks of one row as for a rotation.
+
+    `again`, from statistics that are known, blocks may have any extent.
+    """
+    blocks = ALL not in cast.format.block and cast.format.power_of_two if again else _one_row(cast)
+    return blocks and not cast.stochastic and "norm + " + cast.text in PROVEN
+
+
+def fits_gate(cast: Cast) -> bool:
+    """Whether a kernel applies an activation and casts its result, to nearest, by row."""
+    return _one_row(cast) and not cast.stochastic and "gate + " + cast.text in PROVEN
 
 
 def _one_row(cast: Cast) -> bool:
@@ -195,6 +248,9 @@ def _one_row(cast: Cast) -> bool:
 
 # The fused ops and where they are, so that Triton is not imported before one is asked for.
 _LATER: Final = {
+    "activate": "fused",
+    "activate_backward": "fused",
+    "activate_halves_backward": "fused",
     "normalize": "fused",
     "normalize_again": "fused",
     "normalize_backward": "fused",
@@ -202,7 +258,6 @@ _LATER: Final = {
     "normalized": "fused",
     "rotate_quantize": "rotated",
     "from_swizzled": "scale_layouts",
-    "padded_scales": "scale_layouts",
     "to_swizzled": "scale_layouts",
 }
 

@@ -22,6 +22,7 @@ _FACTS = {
         one.emax,
         one.max_fraction,
         one.torch_dtype is not None,
+        one.max,
     )
     for one in ELEMENTS.values()
 }
@@ -31,6 +32,12 @@ _FACTS = {
 def emax_of(element):
     """Exponent of the largest value."""
     return _FACTS[element][4]
+
+
+@triton.constexpr_function
+def max_of(element):
+    """The largest value."""
+    return _FACTS[element][7]
 
 
 @triton.constexpr_function
@@ -164,7 +171,8 @@ def encode_random(values, words, ELEMENT: tl.constexpr):
     bits = values.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     normal = ((magnitude + (words & ((1 << SHIFT) - 1))) >> SHIFT) - ((127 - BIAS) << MANTISSA)
-    # Larger magnitudes are cleared first: their conversion to an integer is not defined.
+    # Larger magnitudes are cleared first: their conversion to an integer is not defined. Shifting
+    # significands by their exponents gives the same and took a fifth longer on an H200.
     small = magnitude < ((128 - BIAS) << 23)
     tiny = tl.where(small, magnitude, 0).to(tl.float32, bitcast=True)
     fixed = (tiny * FIXED).to(tl.int32).to(tl.uint32, bitcast=True)

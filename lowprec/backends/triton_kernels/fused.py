@@ -63,7 +63,7 @@ def normalize(
         raise UnsupportedError(f"norm over {x.shape[-1]} columns: at most {WIDEST} are supported")
     flat, other = _flat(x), None if residual is None else _flat(residual)
     text = "" if cast is None else str(cast)
-    out = list(_ops().norm_cast(flat, other, weight, bias, eps, centered, text))
+    out = list(_ops(flat).norm_cast(flat, other, weight, bias, eps, centered, text))
     rstd, mean = out.pop(0), out.pop(0) if centered else None
     source = x if residual is None else out.pop(0).view(x.shape)
     return Normalized(_result(out, x, cast), source, mean, rstd)
@@ -89,14 +89,14 @@ def normalize_both(
         _check_blocks(cast, "norm")
     flat, other = _flat(x), None if residual is None else _flat(residual)
     texts = str(casts[0]), str(casts[1])
-    out = list(_ops().norm_both(flat, other, weight, bias, eps, centered, *texts))
+    out = list(_ops(flat).norm_both(flat, other, weight, bias, eps, centered, *texts))
     rstd, mean = out.pop(0), out.pop(0) if centered else None
     source = x if residual is None else out.pop(0).view(x.shape)
     rows, cols = flat.shape
     codes, scales, codes_t, scales_t = out
     row = QuantizedTensor(
         codes[:, :cols].reshape(x.shape),
-        scales.mT.reshape(*x.shape[:-1], -1) if casts[0].format.block[0] == 1 else scales.mT,
+        _per_row(scales.mT, x) if casts[0].format.block[0] == 1 else scales.mT,
         casts[0].format,
         -1,
     )
@@ -122,7 +122,7 @@ def normalize_again(
         _check_blocks(cast, "norm")
     text = "" if cast is None else str(cast)
     row, column = (text, "") if axis == -1 else ("", text)
-    out = _ops().norm_again(flat, weight, bias, done.mean, done.rstd, row, column)
+    out = _ops(flat).norm_again(flat, weight, bias, done.mean, done.rstd, row, column)
     if cast is None:
         values: torch.Tensor = out[0]
         return values
@@ -146,7 +146,7 @@ def normalize_backward(
     skipped = None if passed is None else _flat(passed)
     flat = _flat(done.source)
     out = list(
-        _ops().norm_backward(_flat(dy), flat, weight, done.mean, done.rstd, skipped, has_bias)
+        _ops(flat).norm_backward(_flat(dy), flat, weight, done.mean, done.rstd, skipped, has_bias)
     )
     dx = out.pop(0).view(done.source.shape)
     return dx, None if weight is None else out.pop(0), out.pop(0) if has_bias else None
@@ -165,7 +165,7 @@ def activate(
         raise UnsupportedError(f"activation {kind!r} is not one of {', '.join(KINDS)}")
     other = None if up is None else _flat(up)
     text = "" if cast is None else str(cast)
-    return _result(list(_ops().gate_cast(_flat(gate), other, kind, text)), gate, cast)
+    return _result(list(_ops(gate).gate_cast(_flat(gate), other, kind, text)), gate, cast)
 
 
 def activate_backward(
@@ -173,8 +173,16 @@ def activate_backward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Gradients of gate and up."""
     other = None if up is None else _flat(up)
-    out = _ops().gate_backward(_flat(dy), _flat(gate), other, kind)
+    out = _ops(gate).gate_backward(_flat(dy), _flat(gate), other, kind)
     return out[0].view(gate.shape), None if up is None else out[1].view(gate.shape)
+
+
+def activate_halves_backward(
+    dy: torch.Tensor, both: torch.Tensor, *, kind: str = "silu"
+) -> torch.Tensor:
+    """Gradient of gate and up side by side, [..., 2C], as one tensor; dy is [..., C]."""
+    out: torch.Tensor = _ops(both).gate_backward_halves(_flat(dy), _flat(both), kind)
+    return out.view(both.shape)
 
 
 def check(x: torch.Tensor, cast: Cast | None, what: str) -> None:
@@ -205,12 +213,16 @@ def _result(
     if cast is None:
         return out[0].view(x.shape)
     codes, scales = out
-    blocks = scales.view(*x.shape[:-1], scales.shape[-1])
-    return QuantizedTensor(codes.view(x.shape), blocks, cast.format, -1)
+    return QuantizedTensor(codes.view(x.shape), _per_row(scales, x), cast.format, -1)
 
 
-def _ops() -> Any:
-    from lowprec.backends.triton_kernels import gate_ops, norm_ops  # register the ops
+def _per_row(scales: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Scales [rows, blocks] with the leading axes of x."""
+    return scales.reshape(*x.shape[:-1], scales.shape[-1])
+
+
+def _ops(x: torch.Tensor) -> Any:
+    from lowprec.backends.triton_kernels import gate_ops, launch, norm_ops  # register the ops
 
     del gate_ops, norm_ops
-    return torch.ops.lowprec
+    return launch.ops_for(x)

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
+import triton
 
 from lowprec.backends.triton_kernels import gates, launch
-from lowprec.backends.triton_kernels.launch import LIBRARY, Spec, stored_as
+from lowprec.backends.triton_kernels.launch import LIBRARY, stored_as
 from lowprec.backends.triton_kernels.norm_ops import coded, parts, shared_unit, too_wide, units_of
+from lowprec.backends.triton_kernels.starting import start
 
-_ONE = Spec("e4m3", "rceil", 1, 1, True)
+_VALUES: Final = 4096
+"""Values of a tile: 32 a thread of four warps."""
+
+
+def tile_of(rows: int, cols: int, block: int) -> tuple[int, int]:
+    """Rows and columns of a tile, which holds whole blocks of a row."""
+    across = max(min(triton.next_power_of_2(cols), 2048), block)
+    return min(max(_VALUES // across, 1), triton.next_power_of_2(rows)), across
+
+
 LIBRARY.define("gate_cast(Tensor gate, Tensor? up, str kind, str cast) -> Tensor[]")
 
 
@@ -27,11 +40,12 @@ def gate_cast(
         return out
     integer, (rows, cols) = launch.INTEGER, gate.shape
     y, codes, scales, spec = parts(cast, out)
-    tile_r, tile_c = launch.tile_shape(rows, cols, spec or _ONE, None)
-    tile_r *= 2 if rows > 1 else 1
+    tile_r, tile_c = tile_of(rows, cols, spec.block_c if spec else 1)
     matrices = (gate, up)
     unit = shared_unit(*matrices)
-    gates.gate_tiles[(-(-rows // tile_r) * -(-cols // tile_c),)](
+    start(
+        gates.gate_tiles,
+        -(-rows // tile_r) * -(-cols // tile_c),
         stored_as(gate, integer=integer),
         stored_as(up, integer=integer),
         stored_as(y, integer=integer),
@@ -69,23 +83,49 @@ def gate_backward(
 ) -> list[torch.Tensor]:
     """See gates.gate_backward_tiles: dgate, and dup where there is an up."""
     out = _gate_backward_fake(dy, gate, up, kind)
+    _backward(dy, (gate, up), (out[0], None if up is None else out[1]), kind)
+    return out
+
+
+LIBRARY.define("gate_backward_halves(Tensor dy, Tensor both, str kind) -> Tensor")
+
+
+def _gate_backward_halves_fake(dy: torch.Tensor, both: torch.Tensor, kind: str) -> torch.Tensor:
+    return torch.empty(both.shape, dtype=both.dtype, device=both.device)
+
+
+def gate_backward_halves(dy: torch.Tensor, both: torch.Tensor, kind: str) -> torch.Tensor:
+    """`gate_backward` of gate and up side by side, [R, 2C], into one matrix like them."""
+    out = _gate_backward_halves_fake(dy, both, kind)
+    (gate, up), (dgate, dup) = both.chunk(2, 1), out.chunk(2, 1)
+    _backward(dy, (gate, up), (dgate, dup), kind)
+    return out
+
+
+def _backward(
+    dy: torch.Tensor,
+    sources: tuple[torch.Tensor, torch.Tensor | None],
+    results: tuple[torch.Tensor, torch.Tensor | None],
+    kind: str,
+) -> None:
+    gate, up = sources
     if gate.numel() == 0:
-        return out
+        return
     integer, (rows, cols) = launch.INTEGER, gate.shape
-    tile_r, tile_c = launch.tile_shape(rows, cols, _ONE, None)
-    matrices = (dy, gate, up)
+    tile_r, tile_c = tile_of(rows, cols, 1)
+    matrices = (dy, *sources, results[0])
     unit = shared_unit(*matrices)
-    gates.gate_backward_tiles[(-(-rows // tile_r) * -(-cols // tile_c),)](
+    start(
+        gates.gate_backward_tiles,
+        -(-rows // tile_r) * -(-cols // tile_c),
         stored_as(dy, integer=integer),
-        stored_as(gate, integer=integer),
-        stored_as(up, integer=integer),
-        stored_as(out[0], integer=integer),
-        None if up is None else stored_as(out[1], integer=integer),
+        *(stored_as(one, integer=integer) for one in (*sources, *results)),
         rows,
         cols // unit,
         units_of(dy, unit),
         units_of(gate, unit),
         units_of(up, unit),
+        units_of(results[0], unit),
         UNIT=unit,
         KIND=kind,
         DTYPE=launch.DTYPES[gate.dtype],
@@ -94,12 +134,12 @@ def gate_backward(
         WIDE=too_wide(tile_r, *matrices),
         INTEGER=integer,
     )
-    return out
 
 
 launch.register(
     {
         "gate_cast": (gate_cast, _gate_cast_fake),
         "gate_backward": (gate_backward, _gate_backward_fake),
+        "gate_backward_halves": (gate_backward_halves, _gate_backward_halves_fake),
     }
 )

@@ -90,7 +90,7 @@ def gate_tiles(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows", "units", "dy_unit", "gate_unit", "up_unit"])
+@triton.jit(do_not_specialize=["rows", "units", "dy_unit", "gate_unit", "up_unit", "to_unit"])
 def gate_backward_tiles(
     dy,
     gate,
@@ -102,6 +102,7 @@ def gate_backward_tiles(
     dy_unit,
     gate_unit,
     up_unit,
+    to_unit,
     UNIT: tl.constexpr,
     KIND: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -110,11 +111,15 @@ def gate_backward_tiles(
     WIDE: tl.constexpr,
     INTEGER: tl.constexpr,
 ):
-    """dgate = dy up activation'(gate) and dup = dy activation(gate) of one tile."""
+    """dgate = dy up activation'(gate) and dup = dy activation(gate) of one tile.
+
+    Rows of both lie to_unit * UNIT elements apart: they may be the halves of one matrix.
+    """
     cols = units * UNIT
     _, first_r, first_c = place(rows, cols, TILE_R, TILE_C)
     inside = within(first_r, first_c, rows, cols, TILE_R, TILE_C)
-    to = start(0, 0, first_r, cols, first_c) + offsets(cols, TILE_R, TILE_C, WIDE)
+    to_stride = to_unit * UNIT
+    to = start(0, 0, first_r, to_stride, first_c) + offsets(to_stride, TILE_R, TILE_C, WIDE)
     value, slope = activation(_load(gate, first_r, first_c, gate_unit * UNIT, inside, WIDE), KIND)
     d = _load(dy, first_r, first_c, dy_unit * UNIT, inside, WIDE)
     if up is not None:

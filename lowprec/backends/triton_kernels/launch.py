@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
 
 import torch
 import triton
 
 from lowprec.backends.triton_kernels import draws, tiles
+from lowprec.backends.triton_kernels.starting import start
 from lowprec.backends.triton_kernels.views import NEAREST, Draws
 from lowprec.formats import Cast
 
@@ -96,8 +98,8 @@ class Source(NamedTuple):
 
 
 def padded(count: int) -> int:
-    """`count` bytes rounded up to whole rows of 16."""
-    return count + -count % 16
+    """Bytes of a row of `count` codes: whole 16s, and whole sectors of memory in longer rows."""
+    return count + -count % (16 if count < 512 else 32)
 
 
 def outputs(x: torch.Tensor, row: str, column: str) -> list[torch.Tensor]:
@@ -182,7 +184,9 @@ def cast_plain(
         tile_c = max(tile_c, 16)
     codes, scales, codes_t, scales_t = parted(row, column, out)
     pitch, pitch_t, pitch_unit = pitches(codes, codes_t)
-    tiles.cast_tiles[(source.programs(tile_r, tile_c),)](
+    start(
+        tiles.cast_tiles,
+        source.programs(tile_r, tile_c),
         stored_as(x, integer=integer),
         codes,
         scales,
@@ -213,6 +217,15 @@ def cast_plain(
     )
 
 
+def pipelines(x: torch.Tensor, row: str, column: str) -> bool:
+    """Whether the pipelined kernel casts x [B, R, C] by column, and by row if asked for."""
+    if not column or not x.is_cuda or INTEGER:
+        return False
+    from lowprec.backends.triton_kernels import pipelined
+
+    return pipelined.takes(x, row, column)
+
+
 LIBRARY.define("cast_tiles(Tensor x, str row, str column) -> Tensor[]")
 
 
@@ -224,12 +237,11 @@ def _cast_tiles(x: torch.Tensor, row: str, column: str) -> list[torch.Tensor]:
     out = outputs(x, row, column)
     if x.numel() == 0:
         return out
-    if column and x.is_cuda and not INTEGER:
+    if pipelines(x, row, column):
         from lowprec.backends.triton_kernels import pipelined
 
-        if pipelined.takes(x, row, column):
-            pipelined.cast(x, row, column, out)
-            return out
+        pipelined.cast(x, row, column, out)
+        return out
     cast_plain(x, row, column, out, integer=INTEGER)
     return out
 
@@ -283,14 +295,38 @@ def random_words(
     """The words of Philox calls first .. first + calls - 1, int32 [16 calls]."""
     out = _random_words_fake(first, calls, key_0, key_1, device=device)
     if calls:
-        grid = (-(-calls // _CALLS),)
-        draws.fill_words[grid](out, first, calls, key_0, key_1, CALLS=_CALLS, num_warps=4)
+        start(
+            draws.fill_words,
+            -(-calls // _CALLS),
+            out,
+            first,
+            calls,
+            key_0,
+            key_1,
+            CALLS=_CALLS,
+            num_warps=4,
+        )
     return out
+
+
+_DIRECT: Final = SimpleNamespace()
+
+
+def ops_for(x: torch.Tensor) -> Any:
+    """The ops for `x`: the kernels' own functions, or the registered ops where something traces.
+
+    Going through the dispatcher costs more than most of these kernels run.
+    """
+    plain = type(x) in (torch.Tensor, torch.nn.Parameter)
+    if plain and not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack():
+        return _DIRECT
+    return torch.ops.lowprec
 
 
 def register(bound: Mapping[str, tuple[Callable[..., Any], Callable[..., Any]]]) -> None:
     """Bind each op to its kernel and to what the compiler may assume of it."""
     for name, (kernel, fake) in bound.items():
+        setattr(_DIRECT, name, kernel)
         LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
         torch.library.register_fake(f"lowprec::{name}", fake, lib=LIBRARY)
 

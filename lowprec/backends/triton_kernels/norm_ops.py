@@ -22,6 +22,7 @@ from lowprec.backends.triton_kernels.launch import (
     tile_shape,
     warps_for,
 )
+from lowprec.backends.triton_kernels.starting import start
 
 
 def shared_unit(*matrices: torch.Tensor | None) -> int:
@@ -109,6 +110,22 @@ def _norm_cast_fake(
     return _norm_outputs(x, residual, centered, cast)
 
 
+def row_tile(cols: int) -> tuple[int, int, int]:
+    """Rows and columns of a tile of whole rows, and warps that share it."""
+    tile_c = max(triton.next_power_of_2(cols), 128)
+    values = 4096 if tile_c >= 2048 else 2048
+    tile_r = max(min(values // tile_c, 16), 1)
+    return tile_r, tile_c, max(tile_r * tile_c // 1024, 1) if tile_c < 8192 else 16
+
+
+def backward_tile(cols: int, *, centered: bool) -> tuple[int, int, int, int]:
+    """Rows and columns of a tile of the backward pass, warps, programs a multiprocessor."""
+    tile_c = triton.next_power_of_2(cols)
+    if tile_c <= 1024:
+        return max(min(1024 // tile_c, 16), 1), tile_c, 2, 8
+    return 1, tile_c, warps_for(2 * tile_c), 4 if centered or tile_c > 2048 else 6
+
+
 def norm_cast(
     x: torch.Tensor,
     residual: torch.Tensor | None,
@@ -126,10 +143,12 @@ def norm_cast(
     y, codes, scales, spec = parts(cast, out[-2:] if cast else out[-1:])
     summed = None if residual is None else out[1 + centered]
     # With and without a cast the same tile: sums are then added in the same order.
-    unit, tile_c = _summing_unit(x, residual), max(triton.next_power_of_2(cols), 128)
-    tile_r = max(min(4096 // tile_c, 16), 1)
+    unit = _summing_unit(x, residual)
+    tile_r, tile_c, warps = row_tile(cols)
 
-    norm.norm_rows[(-(-rows // tile_r),)](
+    start(
+        norm.norm_rows,
+        -(-rows // tile_r),
         _raw(x),
         _raw(residual),
         _raw(weight),
@@ -155,7 +174,7 @@ def norm_cast(
         TILE_C=tile_c,
         WIDE=too_wide(tile_r, x, residual),
         INTEGER=integer,
-        num_warps=warps_for(tile_r * tile_c),
+        num_warps=warps,
         enable_fp_fusion=False,
     )
     return out
@@ -204,14 +223,15 @@ def norm_backward(
     integer, (rows, cols) = launch.INTEGER, x.shape
     if x.numel() == 0:
         return [out[0], *(t.zero_() for t in out[1:])]
-    tile_c = triton.next_power_of_2(cols)
-    tile_r = max(min(2048 // tile_c, 16), 1)
-    programs = min(-(-rows // tile_r), 4 * _processors(x.device))
+    tile_r, tile_c, warps, each = backward_tile(cols, centered=mean is not None)
+    programs = min(-(-rows // tile_r), each * _processors(x.device))
     shape = (programs, cols)
     partial = [torch.empty(shape, dtype=torch.float32, device=x.device) for _ in out[1:]]
     unit = shared_unit(dy, x, passed)
 
-    norm.norm_backward_rows[(programs,)](
+    start(
+        norm.norm_backward_rows,
+        programs,
         _raw(dy),
         _raw(x),
         _raw(weight),
@@ -232,7 +252,7 @@ def norm_backward(
         TILE_C=tile_c,
         WIDE=too_wide(tile_r, dy, x, passed),
         INTEGER=integer,
-        num_warps=warps_for(2 * tile_r * tile_c),
+        num_warps=warps,
     )
     return [out[0], *(one.sum(0) for one in partial)]
 
@@ -281,6 +301,13 @@ def norm_both(
     out = _norm_both_fake(x, residual, weight, bias, eps, centered, row, column)
     if x.numel() == 0:
         return out
+    if residual is None and launch.pipelines(x[None], row, column):
+        from lowprec.backends.triton_kernels import pipelined
+
+        affine = pipelined.Affine(weight, bias, out[1] if centered else None, out[0])
+        if pipelined.takes_norm(x, row, column, centered=centered):
+            pipelined.normalize(x, row, column, out[-4:], norm=affine, eps=eps)
+            return out
     rows, cols = x.shape
     row_spec, column_spec = specs_of(row, column)
     assert column_spec is not None
@@ -288,7 +315,9 @@ def norm_both(
     codes, scales, codes_t, scales_t = parted(row, column, out[-4:])
     pitch, pitch_t, pitch_unit = pitches(codes, codes_t)
     unit = shared_unit(x, residual)
-    norm.norm_bands[(-(-rows // tile_r),)](
+    start(
+        norm.norm_bands,
+        -(-rows // tile_r),
         _raw(x),
         _raw(residual),
         _raw(weight),
@@ -359,6 +388,17 @@ def norm_again(
     out = _norm_again_fake(x, weight, bias, mean, rstd, row, column)
     if x.numel() == 0:
         return out
+    if column and launch.pipelines(x[None], row, column):
+        from lowprec.backends.triton_kernels import pipelined
+
+        pipelined.cast(
+            x[None],
+            row,
+            column,
+            [t[None] for t in out],
+            norm=pipelined.Affine(weight, bias, mean, rstd),
+        )
+        return out
     rows, cols = x.shape
     row_spec, column_spec = specs_of(row, column)
     plain = not row and not column
@@ -368,7 +408,9 @@ def norm_again(
     pitch, pitch_t, pitch_unit = pitches(codes, codes_t)
     unit = shared_unit(x)
     programs = -(-rows // tile_r) * -(-cols // tile_c)
-    norm.norm_tiles[(programs,)](
+    start(
+        norm.norm_tiles,
+        programs,
         _raw(x),
         _raw(weight),
         _raw(bias),

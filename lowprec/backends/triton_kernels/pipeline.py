@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
-from lowprec.backends.triton_kernels.codec import carry_of, emax_of
+from lowprec.backends.triton_kernels.codec import carry_of, emax_of, max_of
 
 
 @triton.constexpr_function
@@ -69,7 +69,7 @@ def _larger(a, b):
 
 
 @gluon.jit
-def _scaled(
+def scaled_values(
     values,
     BLOCK_R: gl.constexpr,
     BLOCK_C: gl.constexpr,
@@ -106,7 +106,7 @@ def _scaled(
 
 
 @gluon.jit
-def _encode(scaled, keep, LAYOUT: gl.constexpr, SPEC: gl.constexpr):
+def encode_kept(scaled, keep, LAYOUT: gl.constexpr, SPEC: gl.constexpr):
     """Codes of values (saturating), cleared where their block is poisoned, four at a time."""
     values = gl.convert_layout(scaled, LAYOUT)
     if SPEC[0] == "e4m3":
@@ -124,10 +124,10 @@ def _encode(scaled, keep, LAYOUT: gl.constexpr, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def _store_scales(
+def store_scales(
     scales, biased, first, second, limit_1, limit_2, TURN: gl.constexpr, E8M0: gl.constexpr
 ):
-    """As tiles._store_scales, each thread the scales that it has."""
+    """As tiles.store_scales, each thread the scales that it has."""
     LAYOUT: gl.constexpr = biased.type.layout
     i = first + gl.arange(0, biased.shape[0], gl.SliceLayout(1, LAYOUT))
     j = second + gl.arange(0, biased.shape[1], gl.SliceLayout(0, LAYOUT))
@@ -140,6 +140,70 @@ def _store_scales(
         bits = gl.where(biased == 0, 0x400000, biased << 23)
         value = gl.where(biased == 255, 0x7FC00000, bits).to(gl.float32, bitcast=True)
         gl.store(scales + where, value, mask=inside)
+
+
+@gluon.jit
+def normalized(held, weight, bias, mean, rstd, first_r, first_c, rows, cols, SOURCE: gl.constexpr):
+    """float32 (v - mean) * rstd * weight + bias of a tile, rounded to SOURCE, 0 past the rows.
+
+    mean and rstd are of every row of the tile, weight and bias pointers; see norm.norm_rows.
+    """
+    LAYOUT: gl.constexpr = held.type.layout
+    r = first_r + gl.arange(0, held.shape[0], gl.SliceLayout(1, LAYOUT))
+    c = first_c + gl.arange(0, held.shape[1], gl.SliceLayout(0, LAYOUT))
+    v = held.to(gl.float32)
+    if mean is not None:
+        v = v - gl.expand_dims(mean, 1)
+    v = v * gl.expand_dims(rstd, 1)
+    if weight is not None:
+        v = v * gl.expand_dims(gl.load(weight + c, mask=c < cols, other=0).to(gl.float32), 0)
+    if bias is not None:
+        v = v + gl.expand_dims(gl.load(bias + c, mask=c < cols, other=0).to(gl.float32), 0)
+        inside, _ = gl.broadcast(gl.expand_dims(r < rows, 1), v)
+        v = gl.where(inside, v, 0.0)
+    return v.to(SOURCE).to(gl.float32)
+
+
+@gluon.jit
+def _of_rows(known, first_r, rows, TILE_R: gl.constexpr, LAYOUT: gl.constexpr):
+    """A statistic of the rows of a tile, 0 past the last row."""
+    r = first_r + gl.arange(0, TILE_R, gl.SliceLayout(1, LAYOUT))
+    return gl.load(known + r, mask=r < rows, other=0.0)
+
+
+@gluon.jit
+def _values(held, weight, bias, mean, rstd, first_r, first_c, rows, cols, SOURCE: gl.constexpr):
+    """float32 values of a tile, normalized where rstd is given."""
+    if rstd is None:
+        v = held.to(gl.float32)
+    else:
+        LAYOUT: gl.constexpr = held.type.layout
+        TILE_R: gl.constexpr = held.shape[0]
+        middle = None
+        if mean is not None:
+            middle = _of_rows(mean, first_r, rows, TILE_R, LAYOUT)
+        factor = _of_rows(rstd, first_r, rows, TILE_R, LAYOUT)
+        v = normalized(held, weight, bias, middle, factor, first_r, first_c, rows, cols, SOURCE)
+    return v
+
+
+@gluon.jit
+def _tensor_scale(amax, MAX: gl.constexpr):
+    """Free float32 scale of a tensor from the bits of its amax; NaN if it is poisoned."""
+    bits = gl.load(amax)
+    top = gl.to_tensor(MAX).to(gl.float32)
+    scale = gl.div_rn(bits.to(gl.float32, bitcast=True), top)
+    scale = gl.maximum(scale, 1.1754943508222875e-38)
+    nan = gl.to_tensor(0x7FC00000).to(gl.int32).to(gl.float32, bitcast=True)
+    return gl.where(bits >= 0x7F800000, nan, scale)
+
+
+@gluon.jit
+def _over_tensor_scale(values, scale):
+    """Values over the scale of the tensor, true division, and which codes to keep."""
+    wide = gl.zeros_like(values) + scale
+    keep = gl.where(wide == wide, 255, 0).to(gl.uint8)
+    return gl.where(wide == wide, gl.div_rn(values, wide), 0.0), keep
 
 
 @gluon.jit
@@ -166,17 +230,24 @@ def _fetch(source, ring, ready, tile, slot, row_tiles, col_tiles, limit, GROUP: 
     )
 
 
-@gluon.jit(do_not_specialize=["rows", "cols", "row_tiles", "col_tiles"])
+@gluon.jit(do_not_specialize=["row_units", "col_units", "row_tiles", "col_tiles"])
 def cast_tiles_pipelined(
     source,
     codes,
     codes_t,
     scales,
     scales_t,
-    rows,
-    cols,
+    weight,
+    bias,
+    mean,
+    rstd,
+    amax,
+    row_units,
+    col_units,
     row_tiles,
     col_tiles,
+    ROW_UNIT: gl.constexpr,
+    COL_UNIT: gl.constexpr,
     ROW: gl.constexpr,
     COLUMN: gl.constexpr,
     ITEMSIZE: gl.constexpr,
@@ -187,8 +258,12 @@ def cast_tiles_pipelined(
     """Cast [rows, cols] by column, and by row where ROW is given; see tiles.cast_tiles.
 
     source, codes and codes_t are descriptors of tiles; each program takes every
-    num_programs-th tile.
+    num_programs-th tile. With rstd the values are normalized first, see norm.norm_tiles. With amax,
+    the bits of the largest magnitude, one free scale serves the tensor, its only entry in scales.
+    Rows and columns come in units, which tells the compiler how wide it may load what is theirs.
     """
+    rows = row_units * ROW_UNIT
+    cols = col_units * COL_UNIT
     TILE_R: gl.constexpr = source.block_type.shape[0]
     TILE_C: gl.constexpr = source.block_type.shape[1]
     WARPS: gl.constexpr = gl.num_warps()
@@ -204,6 +279,10 @@ def cast_tiles_pipelined(
     for s in gl.static_range(STAGES):
         mbarrier.init(ready.index(s), count=1)
     fence_async_shared()
+    if amax is not None:
+        scale = _tensor_scale(amax, max_of(COLUMN[0]))
+        if gl.program_id(0) == 0:
+            gl.store(scales_t, scale)
     tiles = row_tiles * col_tiles
     step = gl.num_programs(0)
     first = gl.program_id(0)
@@ -217,41 +296,65 @@ def cast_tiles_pipelined(
         mbarrier.wait(ready.index(slot), (k // STAGES) & 1)
         held = ring.index(slot)
         by_column = held.load(BY_COLUMN)
-        if ROW is not None:
+        if ROW is not None and amax is None:
             by_row = held.load(BY_ROW)
         gl.thread_barrier()
         _fetch(source, ring, ready, tile + STAGES * step, slot, row_tiles, col_tiles, tiles, GROUP)
         tma.store_wait((OUTS - 1) * STORES)
         gl.thread_barrier()
-        scaled, biased, keep = _scaled(by_column.to(gl.float32), COLUMN[2], COLUMN[3], COLUMN, True)
-        out_t.index(side).store(
-            _encode(gl.permute(scaled, (1, 0)), gl.permute(keep, (1, 0)), TURNED, COLUMN)
+        v = _values(
+            by_column, weight, bias, mean, rstd, pr * TILE_R, pc * TILE_C, rows, cols, source.dtype
         )
-        blocks_r = gl.cdiv(rows, COLUMN[2])
-        blocks_c = gl.cdiv(cols, COLUMN[3])
-        _store_scales(
-            scales_t,
-            biased,
-            pr * (TILE_R // COLUMN[2]),
-            pc * (TILE_C // COLUMN[3]),
-            blocks_r,
-            blocks_c,
-            False,
-            COLUMN[4],
-        )
-        if ROW is not None:
-            scaled_r, biased_r, keep_r = _scaled(by_row.to(gl.float32), ROW[2], ROW[3], ROW, False)
-            out.index(side).store(_encode(scaled_r, keep_r, BY_ROW, ROW))
-            _store_scales(
-                scales,
-                biased_r,
-                pr * (TILE_R // ROW[2]),
-                pc * (TILE_C // ROW[3]),
-                gl.cdiv(rows, ROW[2]),
-                gl.cdiv(cols, ROW[3]),
-                True,
-                ROW[4],
+        if amax is not None:
+            scaled, keep = _over_tensor_scale(v, scale)
+            turned = encode_kept(
+                gl.permute(scaled, (1, 0)), gl.permute(keep, (1, 0)), TURNED, COLUMN
             )
+            out_t.index(side).store(turned)
+            if ROW is not None:
+                out.index(side).store(gl.permute(turned, (1, 0)))
+        else:
+            scaled, biased, keep = scaled_values(v, COLUMN[2], COLUMN[3], COLUMN, True)
+            out_t.index(side).store(
+                encode_kept(gl.permute(scaled, (1, 0)), gl.permute(keep, (1, 0)), TURNED, COLUMN)
+            )
+            blocks_r = gl.cdiv(rows, COLUMN[2])
+            blocks_c = gl.cdiv(cols, COLUMN[3])
+            store_scales(
+                scales_t,
+                biased,
+                pr * (TILE_R // COLUMN[2]),
+                pc * (TILE_C // COLUMN[3]),
+                blocks_r,
+                blocks_c,
+                False,
+                COLUMN[4],
+            )
+            if ROW is not None:
+                v_r = _values(
+                    by_row,
+                    weight,
+                    bias,
+                    mean,
+                    rstd,
+                    pr * TILE_R,
+                    pc * TILE_C,
+                    rows,
+                    cols,
+                    source.dtype,
+                )
+                scaled_r, biased_r, keep_r = scaled_values(v_r, ROW[2], ROW[3], ROW, False)
+                out.index(side).store(encode_kept(scaled_r, keep_r, BY_ROW, ROW))
+                store_scales(
+                    scales,
+                    biased_r,
+                    pr * (TILE_R // ROW[2]),
+                    pc * (TILE_C // ROW[3]),
+                    gl.cdiv(rows, ROW[2]),
+                    gl.cdiv(cols, ROW[3]),
+                    True,
+                    ROW[4],
+                )
         fence_async_shared()
         gl.thread_barrier()
         tma.async_copy_shared_to_global(codes_t, [pc * TILE_C, pr * TILE_R], out_t.index(side))

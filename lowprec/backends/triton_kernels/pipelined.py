@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any, Final, NamedTuple
 
 import torch
 from triton.experimental.gluon.language import NVMMASharedLayout
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from lowprec.backends.triton_kernels import pipeline
+from lowprec.backends.triton_kernels import norm_pipeline, pipeline
 from lowprec.backends.triton_kernels.launch import Spec, spec_of
+from lowprec.backends.triton_kernels.starting import Tiled, start
 from lowprec.formats import ELEMENTS
 
 
@@ -66,43 +67,81 @@ def _specs(row: str, column: str) -> tuple[Spec | None, Spec]:
     return spec_of(row, by_column=False) if row else None, spec_of(column, by_column=True)
 
 
-def shape_for(specs: tuple[Spec | None, Spec], itemsize: int) -> Shape:
-    """Launch shape of a cast; blocks of 128 need tiles of 128 and more warps to hold them."""
-    largest = max(max(one.block_r, one.block_c) for one in specs if one is not None)
-    if largest > 32:
-        return TALL if itemsize == 2 else TALL_FLOAT32
+def shape_for(specs: tuple[Spec | None, Spec], itemsize: int, major: int) -> Shape:
+    """Launch shape of a cast on a GPU of this major capability.
+
+    Blocks of 128 need tiles of 128, and where they would spill registers more warps as well.
+    """
+    found = [one for one in specs if one is not None]
+    widest = max(max(one.block_r, one.block_c) for one in found)
     if itemsize == 4:
-        return BOTH_FLOAT32
+        return TALL_FLOAT32 if widest > 32 else BOTH_FLOAT32
+    square = any(one.block_r == one.block_c == 128 for one in found)
+    if square or (widest > 32 and major != 9 and specs[0] is not None):
+        return TALL
     return BOTH if specs[0] is not None else COLUMN
 
 
-def _descriptor(t: torch.Tensor, tile_r: int, tile_c: int) -> Any:
-    size = t.element_size()
+@cache
+def _layout(size: int, tile_c: int) -> Any:
     width = min(tile_c * size, 128)
-    layout = NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=8 * size, rank=2)
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), [tile_r, tile_c], layout)
+    return NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=8 * size, rank=2)
+
+
+def _tiled(t: torch.Tensor, tile_r: int, tile_c: int) -> Tiled:
+    layout = _layout(t.element_size(), tile_c)
+    return Tiled(t, list(t.shape), list(t.stride()), [tile_r, tile_c], layout)
+
+
+class Affine(NamedTuple):
+    """What normalizes the source first: parameters of columns, statistics of rows."""
+
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    mean: torch.Tensor | None
+    rstd: torch.Tensor | None
+
+
+PLAIN: Final = Affine(None, None, None, None)
 
 
 def cast(
-    x: torch.Tensor, row: str, column: str, out: list[torch.Tensor], shape: Shape | None = None
+    x: torch.Tensor,
+    row: str,
+    column: str,
+    out: list[torch.Tensor],
+    *,
+    norm: Affine = PLAIN,
+    amax: torch.Tensor | None = None,
+    shape: Shape | None = None,
 ) -> None:
-    """Fill `out` (codes and scales by row if asked for, then by column); see launch.outputs."""
+    """Fill `out` (codes and scales by row if asked for, then by column); see launch.outputs.
+
+    amax: the bits of the largest magnitude, for casts with one scale for the whole tensor.
+    """
     specs = _specs(row, column)
     _, rows, cols = x.shape
-    chosen = shape or shape_for(specs, x.element_size())
+    row_unit, col_unit = math.gcd(rows, 16), math.gcd(cols, 16)
+    chosen = shape or shape_for(specs, x.element_size(), _major(x.device.index))
     row_tiles, col_tiles = -(-rows // chosen.tile_r), -(-cols // chosen.tile_c)
     programs = min(row_tiles * col_tiles, processors(x.device.index) * chosen.per_processor)
     codes_t, scales_t = out[-2:]
-    pipeline.cast_tiles_pipelined[(programs,)](
-        _descriptor(x[0], chosen.tile_r, chosen.tile_c),
-        _descriptor(out[0][0], chosen.tile_r, chosen.tile_c) if row else None,
-        _descriptor(codes_t[0], chosen.tile_c, chosen.tile_r),
+    start(
+        pipeline.cast_tiles_pipelined,
+        programs,
+        _tiled(x[0], chosen.tile_r, chosen.tile_c),
+        _tiled(out[0][0], chosen.tile_r, chosen.tile_c) if row else None,
+        _tiled(codes_t[0], chosen.tile_c, chosen.tile_r),
         out[1] if row else None,
         scales_t,
-        rows,
-        cols,
+        *norm,
+        amax,
+        rows // row_unit,
+        cols // col_unit,
         row_tiles,
         col_tiles,
+        ROW_UNIT=row_unit,
+        COL_UNIT=col_unit,
         ROW=None if specs[0] is None else tuple(specs[0]),
         COLUMN=tuple(specs[1]),
         ITEMSIZE=x.element_size(),
@@ -110,4 +149,90 @@ def cast(
         OUTS=chosen.outs,
         GROUP=chosen.group,
         num_warps=chosen.warps,
+        # A norm rounds each step by itself; without one there is nothing to fuse.
+        enable_fp_fusion=False,
+    )
+
+
+class Bands(NamedTuple):
+    """Tile of the pipelined norm and warps of a program; a ring holds a band and what fits."""
+
+    tile_c: int
+    warps: int
+    per_processor: int
+
+
+_BAND_ROWS: Final = 32
+_SHARED_BYTES: Final = 225 * 1024
+
+
+def bands_for(cols: int, itemsize: int, *, centered: bool) -> Bands | None:
+    """Launch shape of the pipelined norm of rows of `cols`, None for rows that it cannot hold."""
+    for bands in (Bands(512, 8, 1),) if centered else (Bands(256, 4, 2), Bands(512, 8, 1)):
+        if cols % bands.tile_c == 0 and _slots(bands, itemsize) >= cols // bands.tile_c + 1:
+            return bands
+    return None
+
+
+def _slots(bands: Bands, itemsize: int) -> int:
+    tile = _BAND_ROWS * bands.tile_c
+    return (_SHARED_BYTES // bands.per_processor - 2 * tile) // (tile * itemsize)
+
+
+def takes_norm(x: torch.Tensor, row: str, column: str, *, centered: bool) -> bool:
+    """Whether the pipelined norm can normalize x [R, C] and cast it both ways."""
+    if not takes(x[None], row, column):
+        return False
+    specs = _specs(row, column)
+    tall = max(one.block_r for one in specs if one is not None)
+    wide = max(one.block_c for one in specs if one is not None)
+    return (
+        tall <= _BAND_ROWS
+        and wide <= 256
+        and bands_for(x.shape[1], x.element_size(), centered=centered) is not None
+    )
+
+
+def normalize(
+    x: torch.Tensor,
+    row: str,
+    column: str,
+    out: list[torch.Tensor],
+    *,
+    norm: Affine,
+    eps: float,
+    shape: Bands | None = None,
+) -> None:
+    """Fill the statistics of `norm`, and `out` as `cast` does; x is [R, C]."""
+    specs = _specs(row, column)
+    rows, cols = x.shape
+    chosen = shape or bands_for(cols, x.element_size(), centered=norm.mean is not None)
+    assert chosen is not None
+    assert specs[0] is not None
+    # Fewer slots than a band has tiles would wait for ever.
+    assert _slots(chosen, x.element_size()) > cols // chosen.tile_c
+    row_unit, bands = math.gcd(rows, 16), -(-rows // _BAND_ROWS)
+    codes, scales, codes_t, scales_t = out
+    start(
+        norm_pipeline.norm_bands_pipelined,
+        min(bands, processors(x.device.index) * chosen.per_processor),
+        _tiled(x, _BAND_ROWS, chosen.tile_c),
+        _tiled(codes, _BAND_ROWS, chosen.tile_c),
+        _tiled(codes_t, chosen.tile_c, _BAND_ROWS),
+        scales,
+        scales_t,
+        *norm,
+        rows // row_unit,
+        bands,
+        eps,
+        1 / cols,
+        ROW_UNIT=row_unit,
+        COLS=cols,
+        CENTERED=norm.mean is not None,
+        ROW=tuple(specs[0]),
+        COLUMN=tuple(specs[1]),
+        ITEMSIZE=x.element_size(),
+        SLOTS=_slots(chosen, x.element_size()),
+        num_warps=chosen.warps,
+        enable_fp_fusion=False,
     )

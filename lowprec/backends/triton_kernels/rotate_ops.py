@@ -9,10 +9,13 @@ import triton
 
 from lowprec.backends.triton_kernels import butterfly, launch
 from lowprec.backends.triton_kernels.launch import LIBRARY, Source, spec_of, stored_as
+from lowprec.backends.triton_kernels.starting import start
 from lowprec.backends.triton_kernels.views import Draws
 
-_VALUES: Final = 4096
-"""Values of a tile: 32 a thread of four warps."""
+_VALUES: Final = 1024
+"""Values of a tile: 32 a thread. Programs of one warp wait for no other."""
+_WARPS: Final = 1
+_TALL: Final = 4096
 
 LIBRARY.define(
     "rotate_cast(Tensor x, Tensor? signs, int size, float factor, str cast, bool by_column,"
@@ -51,7 +54,7 @@ def _rotate_cast_fake(
 def tile_of(lines: int, length: int, block: int, size: int, *, tall: bool) -> tuple[int, int]:
     """Lines of a tile and groups of 32 along the contraction."""
     if tall:  # by column, or words in groups across lines: 64 bytes of each row of the source
-        return 32, max(_VALUES // 32, block, size) // 32
+        return 32, max(_TALL // 32, block, size) // 32
     wide = min(triton.next_power_of_2(max(length, 1)), _VALUES)
     wide = max(wide, block, size, 32)
     return max(_VALUES // wide, 1), wide // 32
@@ -94,7 +97,9 @@ def rotate_cast(
     tile_m, groups = tile_of(lines, length, spec.block_c, size, tall=tall)
     programs = batch * -(-lines // tile_m) * -(-length // (groups * 32))
     across = groups * 32 if by_column else tile_m
-    butterfly.rotate_tiles[(programs,)](
+    start(
+        butterfly.rotate_tiles,
+        programs,
         stored_as(x, integer=integer),
         signs,
         *out,
@@ -114,7 +119,7 @@ def rotate_cast(
         NB=groups,
         WIDE=source.wide(across, 1),
         INTEGER=integer,
-        num_warps=4,
+        num_warps=4 if tall or tile_m * groups > 32 else _WARPS,
     )
 
 

@@ -15,6 +15,7 @@ import triton
 
 from lowprec.backends.triton_kernels import launch, swizzle
 from lowprec.backends.triton_kernels.launch import LIBRARY
+from lowprec.backends.triton_kernels.starting import start
 from lowprec.errors import UnsupportedError
 
 _ROWS: Final = 128
@@ -58,24 +59,6 @@ def from_swizzled(swizzled: torch.Tensor, rows: int, blocks: int) -> torch.Tenso
     return found.view(*lead, rows, blocks)
 
 
-def padded_scales(scales: torch.Tensor, *, by_tile: bool) -> torch.Tensor:
-    """float32 scales [rows, blocks] of 128-blocks as cuBLASLt takes them, in padded storage.
-
-    Blocks of a row (1x128): [rows, blocks] with stride (1, rows rounded up to 4). Tiles (128x128),
-    `by_tile`: [blocks rounded up to 4, rows] with stride (1, blocks rounded up to 4). Without the
-    padding, products over more than about 1000 blocks are wrong (pytorch/ao pull request 4209).
-    """
-    if scales.dtype != torch.float32 or scales.ndim != 2:
-        raise UnsupportedError(
-            f"padded scales are float32 [rows, blocks], not {scales.dtype} {tuple(scales.shape)}"
-        )
-    lines = scales if by_tile else scales.mT
-    width = lines.shape[1]
-    out = scales.new_zeros((lines.shape[0], width + -width % _BLOCKS))
-    out[:, :width] = lines
-    return out.mT if by_tile else out.mT[:width]
-
-
 LIBRARY.define("swizzle_scales(Tensor scales) -> Tensor")
 LIBRARY.define("unswizzle_scales(Tensor swizzled, int rows, int blocks) -> Tensor")
 
@@ -107,9 +90,17 @@ def _launch(scales: torch.Tensor, swizzled: torch.Tensor, *, back: bool) -> None
     batch, rows, blocks = scales.shape
     col_tiles = -(-blocks // _BLOCKS)
     tiles = -(-rows // _ROWS) * col_tiles
-    grid = (triton.cdiv(tiles, _TILES), batch)
-    swizzle.swizzle_tiles[grid](
-        scales, swizzled, rows, blocks, col_tiles, BACK=back, TILES=_TILES, num_warps=4
+    start(
+        swizzle.swizzle_tiles,
+        (triton.cdiv(tiles, _TILES), batch),
+        scales,
+        swizzled,
+        rows,
+        blocks,
+        col_tiles,
+        BACK=back,
+        TILES=_TILES,
+        num_warps=4,
     )
 
 

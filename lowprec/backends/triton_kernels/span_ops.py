@@ -7,6 +7,7 @@ import triton
 
 from lowprec.backends.triton_kernels import launch, spans
 from lowprec.backends.triton_kernels.launch import LIBRARY, Source, padded, stored_as
+from lowprec.backends.triton_kernels.starting import start
 from lowprec.blocks import float_scales
 from lowprec.formats import ALL, Cast
 
@@ -25,7 +26,9 @@ def free_scales(x: torch.Tensor, cast: Cast, *, by_column: bool, integer: bool) 
     counts = (-(-rows // tile_r), cols) if by_column else (rows, -(-cols // tile_c))
     bits = torch.empty((batch, *counts), dtype=torch.int32, device=x.device)
     source = Source.of(x)
-    spans.partial_maxima[(source.programs(tile_r, tile_c),)](
+    start(
+        spans.partial_maxima,
+        source.programs(tile_r, tile_c),
         stored_as(x, integer=integer),
         bits,
         *source.extents,
@@ -46,7 +49,9 @@ def cast_whole_rows(x: torch.Tensor, cast: Cast, out: list[torch.Tensor], *, int
     _, rows, cols = x.shape
     source, across = Source.of(x), triton.next_power_of_2(cols)
     down = max(2048 // across, 1)
-    spans.cast_whole_rows[(-(-rows // down),)](
+    start(
+        spans.cast_whole_rows,
+        -(-rows // down),
         stored_as(x, integer=integer),
         *out,
         rows,
@@ -78,24 +83,41 @@ def cast_spans(
     found = free_scales(x, cast, by_column=by_column, integer=integer)
     scales.copy_(found)
     if x.numel():
-        source = Source.of(x)
-        tile_r, tile_c = (64, 64) if turn else (4, 1024)
-        spans.encode_spans[(source.programs(tile_r, tile_c),)](
-            stored_as(x, integer=integer),
-            found.contiguous(),
-            codes,
-            *source.extents,
-            codes.shape[2],
-            UNIT=source.unit,
-            ELEMENT=cast.format.element.name,
-            SCALE="tensor" if whole else "column" if by_column else "row",
-            TURN=turn,
-            TILE_R=tile_r,
-            TILE_C=tile_c,
-            WIDE=source.wide(tile_r, tile_c, codes if turn else None),
-            INTEGER=integer,
-        )
+        scale_of = "tensor" if whole else "column" if by_column else "row"
+        _encode(x, cast, found, codes, scale_of=scale_of, turn=turn, integer=integer)
     return [codes, scales]
+
+
+def _encode(
+    x: torch.Tensor,
+    cast: Cast,
+    scales: torch.Tensor,
+    codes: torch.Tensor,
+    *,
+    scale_of: str,
+    turn: bool,
+    integer: bool,
+) -> None:
+    """Fill the codes of [B, R, C] under known scales; `turn` writes them transposed."""
+    source = Source.of(x)
+    tile_r, tile_c = (64, 64) if turn else (4, 1024)
+    start(
+        spans.encode_spans,
+        source.programs(tile_r, tile_c),
+        stored_as(x, integer=integer),
+        scales.contiguous(),
+        codes,
+        *source.extents,
+        codes.shape[2],
+        UNIT=source.unit,
+        ELEMENT=cast.format.element.name,
+        SCALE=scale_of,
+        TURN=turn,
+        TILE_R=tile_r,
+        TILE_C=tile_c,
+        WIDE=source.wide(tile_r, tile_c, codes if turn else None),
+        INTEGER=integer,
+    )
 
 
 def outputs(x: torch.Tensor, cast: Cast, *, by_column: bool) -> list[torch.Tensor]:
@@ -111,6 +133,46 @@ def outputs(x: torch.Tensor, cast: Cast, *, by_column: bool) -> list[torch.Tenso
     return [torch.empty(s, dtype=t, device=x.device) for s, t in zip(shapes, types, strict=True)]
 
 
+LIBRARY.define("cast_tensor_both(Tensor x, str cast) -> Tensor[]")
+
+
+def _cast_tensor_both_fake(x: torch.Tensor, cast: str) -> list[torch.Tensor]:
+    """Codes [B, R, C], transposed codes [B, C, R] and the one scale of x [B, R, C]."""
+    batch, rows, cols = x.shape
+    shapes = ((batch, rows, padded(cols)), (batch, cols, padded(rows)))
+    found = [torch.empty(s, dtype=torch.uint8, device=x.device) for s in shapes]
+    return [*found, torch.empty((1, 1, 1), dtype=torch.float32, device=x.device)]
+
+
+def _cast_tensor_both(x: torch.Tensor, text: str) -> list[torch.Tensor]:
+    codes, codes_t, scale = _cast_tensor_both_fake(x, text)
+    if launch.pipelines(x, text, text) and x.numel():
+        from lowprec.backends.triton_kernels import pipelined
+
+        amax = torch.zeros(1, dtype=torch.int32, device=x.device)
+        source, tile = Source.of(x), (8, 1024)
+        start(
+            spans.whole_maximum,
+            source.programs(*tile),
+            x,
+            amax,
+            *source.extents,
+            UNIT=source.unit,
+            TILE_R=tile[0],
+            TILE_C=tile[1],
+            WIDE=source.wide(*tile),
+            INTEGER=False,
+        )
+        pipelined.cast(x, text, text, [codes, scale, codes_t, scale], amax=amax)
+        return [codes, codes_t, scale]
+    cast = Cast.parse(text)
+    scale = free_scales(x, cast, by_column=False, integer=launch.INTEGER)
+    for out, turn in ((codes, False), (codes_t, True)):
+        if x.numel():
+            _encode(x, cast, scale, out, scale_of="tensor", turn=turn, integer=launch.INTEGER)
+    return [codes, codes_t, scale]
+
+
 LIBRARY.define("cast_spans(Tensor x, str cast, bool by_column) -> Tensor[]")
 
 
@@ -122,4 +184,9 @@ def _cast_spans(x: torch.Tensor, cast: str, by_column: bool) -> list[torch.Tenso
     return cast_spans(x, Cast.parse(cast), by_column=by_column, integer=launch.INTEGER)
 
 
-launch.register({"cast_spans": (_cast_spans, _cast_spans_fake)})
+launch.register(
+    {
+        "cast_spans": (_cast_spans, _cast_spans_fake),
+        "cast_tensor_both": (_cast_tensor_both, _cast_tensor_both_fake),
+    }
+)

@@ -53,6 +53,34 @@ def partial_maxima(
 
 
 @triton.jit(do_not_specialize=["rows", "units", "source_batch", "source_unit"])
+def whole_maximum(
+    source,
+    maximum,
+    rows,
+    units,
+    source_batch,
+    source_unit,
+    UNIT: tl.constexpr,
+    TILE_R: tl.constexpr,
+    TILE_C: tl.constexpr,
+    WIDE: tl.constexpr,
+    INTEGER: tl.constexpr,
+):
+    """Raise `maximum`, one int32, to the bits of the largest magnitude of every tile.
+
+    Bits of magnitudes are ordered like them, NaN and Inf on top, and a maximum has no order.
+    """
+    cols = units * UNIT
+    batch, first_r, first_c = place(rows, cols, TILE_R, TILE_C)
+    at = source + start(batch * source_batch, UNIT, first_r, source_unit * UNIT, first_c)
+    inside = within(first_r, first_c, rows, cols, TILE_R, TILE_C)
+    at += offsets(source_unit * UNIT, TILE_R, TILE_C, WIDE)
+    values = as_float32(tl.load(at, mask=inside, other=0))
+    by_row = amax_bits(values, 1, INTEGER)
+    tl.atomic_max(maximum, tl.max(by_row, 0), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["rows", "units", "source_batch", "source_unit"])
 def encode_spans(
     source,
     scales,

@@ -6,6 +6,7 @@ import torch
 
 from lowprec.backends.triton_kernels import launch, values
 from lowprec.backends.triton_kernels.launch import DTYPES, LIBRARY, Source, spec_of, stored_as
+from lowprec.backends.triton_kernels.starting import start
 from lowprec.formats import ALL, FORMATS, Format
 
 
@@ -52,7 +53,9 @@ def decode(
     block_r, block_c = (along, across) if by_column else (across, along)
     tile_r, tile_c, warps = _tile(block_r, block_c)
     source = Source.of(codes)
-    values.decode_tiles[(source.programs(tile_r, tile_c),)](
+    start(
+        values.decode_tiles,
+        source.programs(tile_r, tile_c),
         codes,
         scales,
         stored_as(out, integer=integer),
@@ -95,7 +98,9 @@ def round_trip(
     spec = spec_of(cast, by_column=by_column)
     tile_r, tile_c, warps = _tile(spec.block_r, spec.block_c)
     source = Source.of(x)
-    values.round_trip_tiles[(source.programs(tile_r, tile_c),)](
+    start(
+        values.round_trip_tiles,
+        source.programs(tile_r, tile_c),
         stored_as(x, integer=integer),
         stored_as(out, integer=integer),
         *source.extents,

@@ -1,0 +1,52 @@
+# mypy: ignore-errors
+# Bodies of @triton.jit functions are Triton's language, not typed Python.
+"""Device functions for 8-bit operands of attention: tiles of BLOCK tokens with one scale each.
+
+Tiles start with their sequence; the last one of a sequence is filled up with zeros.
+"""
+
+import triton
+import triton.language as tl
+
+from lowprec.backends.triton_kernels.codec import (
+    amax_bits,
+    decode,
+    decode_multiplier,
+    encode,
+    encode_multiplier,
+    scale_bytes,
+)
+
+_SMALLEST = tl.constexpr(127 - 40)
+_LARGEST = tl.constexpr(127 + 40)
+
+
+@triton.jit
+def encode_tile(tile, RULE: tl.constexpr, INTEGER: tl.constexpr):
+    """Codes (uint8) of a tile and its one scale (float32; NaN where the tile is not finite)."""
+    values = tile.to(tl.float32)
+    biased = scale_bytes(tl.max(amax_bits(values, 1, INTEGER), 0), "e4m3", RULE)
+    bounded = tl.minimum(tl.maximum(biased, _SMALLEST), _LARGEST)
+    biased = tl.where(biased == 255, biased, bounded)
+    codes = encode(values * encode_multiplier(bounded), "e4m3", INTEGER)
+    return tl.where(biased == 255, 0, codes).to(tl.uint8), decode_multiplier(biased)
+
+
+@triton.jit
+def first_tile(cu, sequence, BLOCK: tl.constexpr):
+    """The place of a sequence's first tile of BLOCK, for sequences laid out in whole tiles."""
+    return tl.load(cu + sequence) // BLOCK + sequence
+
+
+@triton.jit
+def operand(codes, INTEGER: tl.constexpr):
+    """Codes as an operand of a product: E4M3, or float32 where operands are that."""
+    return decode(codes, "e4m3") if INTEGER else codes.to(tl.float8e4nv, bitcast=True)
+
+
+@triton.jit
+def load_codes(at, first, TILE: tl.constexpr, D: tl.constexpr, INTEGER: tl.constexpr):
+    """TILE rows of codes from `first` on as an operand [TILE, D]."""
+    r, c = tl.arange(0, TILE), tl.arange(0, D)
+    codes = tl.load(at + tl.cast(first, tl.int64) * D + (r[:, None] * D + c[None, :]))
+    return operand(codes, INTEGER)

@@ -1,0 +1,112 @@
+"""Attention with E4M3 operands on tensor cores: the launches."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final, NamedTuple
+
+import torch
+import triton
+
+from lowprec.backends.triton_kernels import attention_fp8, launch
+from lowprec.backends.triton_kernels.attention_native import BLOCK, Native8
+from lowprec.backends.triton_kernels.attention_schedule import schedule
+from lowprec.backends.triton_kernels.launch import stored_as
+
+# By head dim: keys of a tile, stages, warps.
+SHAPES: Final = {64: (128, 3, 8), 128: (128, 3, 8)}
+
+
+class Pair8(NamedTuple):
+    """Two tensors as codes in tiles of 128 tokens, see attention_fp8.encode_pair."""
+
+    codes: tuple[torch.Tensor, torch.Tensor]
+    scales: tuple[torch.Tensor, torch.Tensor]
+    tiles: int
+
+
+def encode_pair(
+    a: torch.Tensor, b: torch.Tensor, cu: torch.Tensor, rule: str, *, turn: bool
+) -> Pair8:
+    """Cast `a` and `b` [T, H, D], rows lined up, in one pass; `turn` transposes tiles of `b`."""
+    tokens, heads, width = a.shape
+    padded, batch = triton.next_power_of_2(width), cu.shape[0] - 1
+    tiles = tokens // BLOCK + batch
+    shape, device = (heads, tiles, BLOCK, padded), a.device
+    codes = tuple(torch.empty(shape, dtype=torch.uint8, device=device) for _ in range(2))
+    scales = tuple(torch.empty(shape[:2], dtype=torch.float32, device=device) for _ in range(2))
+    if a.numel():
+        starts, owners = schedule(cu, cu, tokens, BLOCK)
+        attention_fp8.encode_pair[(owners.shape[0] * heads,)](
+            *(stored_as(one, integer=launch.INTEGER) for one in (a, b)),
+            *codes,
+            *scales,
+            *(cu, starts, owners, batch, tiles, heads),
+            *(*a.stride()[:2], *b.stride()[:2]),
+            TURN=turn,
+            RULE=rule,
+            BLOCK=BLOCK,
+            WIDTH=width,
+            D=padded,
+            INTEGER=launch.INTEGER,
+            num_warps=8,
+        )
+    return Pair8((codes[0], codes[1]), (scales[0], scales[1]), tiles)
+
+
+def forward(one: Any, how: Native8, o: torch.Tensor, lse: torch.Tensor) -> None:
+    """Write o and lse of a call (attention_ops.Given) without bias and with a positive scale."""
+    keys = encode_pair(one.k, one.v, one.cu_k, how.rule, turn=True)
+    heads, mask = one.q.shape[1], one.call.mask
+    padded = triton.next_power_of_2(one.width)
+    tile_k, stages, warps = SHAPES[max(padded, 64)]
+    starts, owners = schedule(one.cu_q, one.cu_k, one.tokens, BLOCK)
+    attention_fp8.attend_fp8[(owners.shape[0] * heads,)](
+        stored_as(one.q, integer=launch.INTEGER),
+        *keys.codes,
+        *keys.scales,
+        stored_as(o, integer=launch.INTEGER),
+        *(lse, one.cu_q, one.cu_k, starts, owners),
+        *(one.cu_q.shape[0] - 1, one.tokens, keys.tiles, heads, heads // one.k.shape[1]),
+        *(*one.q.stride()[:2], one.call.scale, mask.left, mask.right, mask.size),
+        MASK=mask.kind,
+        RULE=how.rule,
+        FACTOR=math.log2(how.factor),
+        BLOCK=BLOCK,
+        WIDTH=one.width,
+        D=padded,
+        TILE_K=tile_k,
+        STAGES=stages,
+        INTEGER=launch.INTEGER,
+        num_warps=warps,
+    )
+
+
+def delta_of_codes(
+    one: Any, do: torch.Tensor, o: torch.Tensor, delta: torch.Tensor, rule: str
+) -> None:
+    """Write delta [H, Tq] from dO as dP reads it, so that the two share its errors."""
+    heads, tokens = delta.shape
+    starts, owners = schedule(one.cu_q, one.cu_q, tokens, BLOCK)
+    attention_fp8.delta_of_codes[(owners.shape[0] * heads,)](
+        *(stored_as(t, integer=launch.INTEGER) for t in (do, o)),
+        *(delta, one.cu_q, starts, owners),
+        *(one.cu_q.shape[0] - 1, tokens, heads, *do.stride()[:2], *o.stride()[:2]),
+        RULE=rule,
+        BLOCK=BLOCK,
+        WIDTH=one.width,
+        D=triton.next_power_of_2(one.width),
+        INTEGER=launch.INTEGER,
+        num_warps=8,
+    )
+
+
+def backward_codes(one: Any, do: torch.Tensor, how: Native8 | None) -> list[Any]:
+    """What keys_backward and queries_backward take of 8-bit operands: codes, scales, extents."""
+    if how is None:
+        return [None] * 8 + [0, 0]
+    queries = encode_pair(one.q, do, one.cu_q, how.rule, turn=False)
+    keys = encode_pair(one.k, one.v, one.cu_k, how.rule, turn=False)
+    of_s = [queries.codes[0], keys.codes[0], queries.scales[0], keys.scales[0]]
+    of_dp = [queries.codes[1], keys.codes[1], queries.scales[1], keys.scales[1]]
+    return [*of_s, *(of_dp if how.dp else [None] * 4), queries.tiles, keys.tiles]

@@ -1,0 +1,76 @@
+"""Which policies of attention run with 8-bit operands on tensor cores; imports no Triton."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from lowprec.attention_policy import AttentionGemm, AttentionPolicy, StaticCast
+from lowprec.errors import UnsupportedError
+from lowprec.formats import Cast
+
+BLOCK: Final = 128
+WIDEST: Final = 128
+CAPABILITY: Final = (9, 0)
+
+
+def refuse_native(
+    policy: AttentionPolicy,
+    activation: str,
+    *,
+    head_dim: int | None,
+    capability: tuple[int, int] | None,
+) -> str | None:
+    """Why the 8-bit kernels do not compute a quantized policy, or None.
+
+    A call with a bias, or a scale that is not positive, is refused when it comes.
+    """
+    try:
+        native = Native8.of(policy)
+    except UnsupportedError as error:
+        return str(error)
+    if native is None:
+        return "nothing is quantized"
+    if activation != "softmax":
+        return f"8-bit products of a softmax alone, not of {activation}"
+    if head_dim is not None and head_dim > WIDEST:
+        return f"8-bit products with head dim {head_dim}; at most {WIDEST}"
+    if capability is not None and capability < CAPABILITY:
+        return f"8-bit products need sm{CAPABILITY[0]}{CAPABILITY[1]}"
+    return None
+
+
+class Native8(NamedTuple):
+    """How a policy is quantized: one scale rule, the factor of P, whether dP is 8-bit as well."""
+
+    rule: str
+    factor: float
+    dp: bool
+
+    @classmethod
+    def of(cls, policy: AttentionPolicy) -> Native8 | None:
+        """What the kernels compute of a policy; None where all products are BF16.
+
+        Raises UnsupportedError with the reason for any other.
+        """
+        if not policy.quantizes:
+            return None
+        qk, pv, dp = policy.qk, policy.pv, policy.dp
+        if not isinstance(qk, AttentionGemm) or not isinstance(pv, AttentionGemm):
+            raise UnsupportedError("qk and pv are quantized both or neither")
+        if any(isinstance(one, AttentionGemm) for one in (policy.dv, policy.dq, policy.dk)):
+            raise UnsupportedError("dv, dq and dk are BF16 in these kernels")
+        if not isinstance(pv.left, StaticCast) or pv.left.element.name != "e4m3":
+            raise UnsupportedError("P must be e4m3 by a fixed factor, such as e4m3*256")
+        casts = [qk.left, qk.right, pv.right]
+        casts += [dp.left, dp.right] if isinstance(dp, AttentionGemm) else []
+        rules = {str(one.scale_rule) for one in casts if isinstance(one, Cast)}
+        if not all(isinstance(one, Cast) and tiled(one) for one in casts) or len(rules) != 1:
+            raise UnsupportedError("operands must all be cast alike, fp8_128x128 or mxfp8_128x128")
+        return cls(rules.pop(), pv.left.factor, isinstance(dp, AttentionGemm))
+
+
+def tiled(cast: Cast) -> bool:
+    """Whether a cast gives E4M3 with one power of two for each 128 tokens of a head."""
+    fmt = cast.format
+    whole = fmt.block == (BLOCK, BLOCK) and fmt.element.name == "e4m3"
+    return whole and fmt.power_of_two and not fmt.outer and not cast.stochastic

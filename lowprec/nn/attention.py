@@ -1,0 +1,178 @@
+"""Attention: softmax, GELU or SiLU over jagged or dense sequences, a precision for each product."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import nn
+
+from lowprec.attention_call import NO_MASK, AttentionCall, Mask
+from lowprec.attention_checks import check_call, check_dense, check_offsets, check_tensors
+from lowprec.attention_ops import AttentionRecord, How, attend
+from lowprec.attention_policy import AttentionPolicy
+from lowprec.attention_stages import AttentionStage
+from lowprec.errors import UnsupportedError
+from lowprec.hardware import current
+from lowprec.nn.operands import autocast_dtype
+from lowprec.nn.position import At
+from lowprec.nn.rotary import Rotary, positions
+
+
+class AttentionProducts:
+    """How the products of one attention run, by step, and what has run."""
+
+    def __init__(self, stages: tuple[AttentionStage, ...], *, layer: str = "") -> None:
+        self.layer = layer
+        self.stages = stages
+        self.active = 0
+        self.started = False
+        self.told: At | None = None
+        self.record = AttentionRecord()
+
+    @property
+    def stage(self) -> AttentionStage:
+        """The stage in force."""
+        return self.stages[self.active]
+
+    @property
+    def untold(self) -> bool:
+        """True when precision follows the step, and nobody has said which step it is."""
+        return len(self.stages) > 1 and not self.started
+
+    def tell(self, at: At) -> None:
+        """Set the moment in training, and with it the stage."""
+        self.told, self.started = at, True
+        self.active = sum(stage.from_step <= at.step for stage in self.stages) - 1
+
+    def replan(self, stages: tuple[AttentionStage, ...]) -> None:
+        """Go on by another plan; counts and the position in training stay."""
+        self.stages, self.active = stages, 0
+        if self.told is not None:
+            self.tell(self.told)
+
+    def attend(
+        self,
+        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        cu: tuple[torch.Tensor, torch.Tensor],
+        call: AttentionCall,
+        bias: torch.Tensor | None,
+        *,
+        check: bool,
+    ) -> torch.Tensor:
+        """o [Tq, H, D] by the stage in force, counted."""
+        if torch.is_grad_enabled() and self.untold:
+            raise UnsupportedError(
+                f"attention {self.layer!r} changes its precision on a schedule: call "
+                "lowprec.set_step(model, step) before every training step"
+            )
+        check_tensors(*qkv, bias)
+        # The backend by what arrives: a plan knows neither head dim nor dtype.
+        how = How(call, self.stage.policy.text, "", self.record.key, check)
+        return attend(qkv, *cu, bias, how)
+
+
+class Attention(nn.Module):
+    """Attention without projections: q, k, v in, o out, each of six products in its precision.
+
+    Jagged: q [Tq, H, D], k and v [Tk, Hkv, D] with cu_seqlens as in lowprec.ops.attention. Dense:
+    q [B, Lq, H, D], k and v [B, Lk, Hkv, D] without cu_seqlens, the case of equal lengths. Output
+    in the shape and dtype of q (the autocast dtype when autocast is on). policy: until a plan says
+    otherwise. qk_norm: the head dim, for an RMSNorm of q and k with a weight each. rotary: applied
+    after it, in PyTorch operations of their own. The other arguments: lowprec.ops.attention.
+    """
+
+    def __init__(
+        self,
+        *,
+        activation: Literal["softmax", "gelu", "silu"] = "softmax",
+        mask: Mask = NO_MASK,
+        scale: float | None = None,
+        policy: AttentionPolicy | str = "bf16",
+        qk_norm: int | None = None,
+        rotary: Rotary | None = None,
+    ) -> None:
+        super().__init__()
+        AttentionCall(activation, mask)  # says what is wrong with them
+        self.activation: Literal["softmax", "gelu", "silu"] = activation
+        self.mask, self.scale, self.rotary = mask, scale, rotary
+        policy = AttentionPolicy.parse(policy) if isinstance(policy, str) else policy
+        check_call(AttentionCall(activation, mask), policy)
+        stage = AttentionStage.of(policy, current(), activation, mask)
+        self.lowprec_attention = AttentionProducts((stage,))
+        self.q_norm = None if qk_norm is None else nn.RMSNorm(qk_norm)
+        self.k_norm = None if qk_norm is None else nn.RMSNorm(qk_norm)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_k: torch.Tensor | None = None,
+        *,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend; raises UnsupportedError for what lowprec.ops.attention refuses."""
+        if cu_seqlens_q is None:
+            if cu_seqlens_k is not None:
+                raise UnsupportedError("attention: cu_seqlens_k came without cu_seqlens_q")
+            return self._dense(q, k, v, bias)
+        check_offsets("cu_seqlens_q", cu_seqlens_q, q)
+        cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+        check_offsets("cu_seqlens_k", cu_seqlens_k, q)
+        return self._jagged((q, k, v), (cu_seqlens_q, cu_seqlens_k), bias, check=True)
+
+    def _dense(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        if q.ndim != 4 or k.ndim != 4 or v.ndim != 4 or not q.shape[0] == k.shape[0] == v.shape[0]:
+            raise UnsupportedError(
+                f"attention: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: without "
+                "cu_seqlens all are dense, [B, L, heads, head dim] of one B"
+            )
+        batch = q.shape[0]
+        # Offsets of a dense batch are right by making; lengths are looked at here, as shapes.
+        check_dense((q.shape[1], k.shape[1]), self.mask, bias)
+        cu = [
+            torch.arange(batch + 1, dtype=torch.int32, device=q.device) * t.shape[1] for t in (q, k)
+        ]
+        flat = (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1))
+        o = self._jagged(flat, (cu[0], cu[1]), bias, check=False)
+        return o.view(q.shape)
+
+    def _jagged(
+        self,
+        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        cu: tuple[torch.Tensor, torch.Tensor],
+        bias: torch.Tensor | None,
+        *,
+        check: bool,
+    ) -> torch.Tensor:
+        q, k, v = qkv
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = _normed(self.q_norm, q), _normed(self.k_norm, k)
+        if self.rotary is not None:
+            q = self.rotary.rotate(q, positions(*cu, q.shape[0]))
+            k = self.rotary.rotate(k, positions(cu[1], cu[1], k.shape[0]))
+        dtype = autocast_dtype(v)
+        if dtype is not None:
+            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        call = AttentionCall(
+            self.activation,
+            self.mask,
+            q.shape[-1] ** -0.5 if self.scale is None else self.scale,
+            bias is not None and bias.requires_grad,
+        )
+        return self.lowprec_attention.attend((q, k, v), cu, call, bias, check=check)
+
+    def extra_repr(self) -> str:
+        """Activation, mask and the precision of each product."""
+        policy = self.lowprec_attention.stage.policy
+        products = ", ".join(f"{name}={product}" for name, product in policy.items())
+        return f"{self.activation}, mask={self.mask}, {products}"
+
+
+def _normed(norm: nn.RMSNorm, x: torch.Tensor) -> torch.Tensor:
+    # In the weight's dtype: torch has no fused norm for mixed ones, and warns.
+    return norm(x.to(norm.weight.dtype)).to(x.dtype)  # type: ignore[no-any-return]

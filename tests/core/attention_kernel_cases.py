@@ -1,0 +1,151 @@
+"""Data and comparisons for the tests of the attention kernels, in the interpreter or on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import torch
+
+from lowprec.attention_call import AttentionCall
+from lowprec.attention_policy import ATTENTION_BF16, AttentionPolicy
+from lowprec.backends import attention_reference
+
+Tensors = list[torch.Tensor]
+
+
+def cu(lengths: list[int], device: str) -> torch.Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def drawn(
+    queries: list[int],
+    keys: list[int],
+    heads: tuple[int, int],
+    width: int,
+    device: str,
+) -> Tensors:
+    """q, k, v, do in bf16 and both cu."""
+    generator = torch.Generator(device).manual_seed(sum(queries) + width)
+
+    def one(rows: int, count: int) -> torch.Tensor:
+        return torch.randn(rows, count, width, device=device, generator=generator).bfloat16()
+
+    tq, tk = sum(queries), sum(keys)
+    tensors = [one(tq, heads[0]), one(tk, heads[1]), one(tk, heads[1]), one(tq, heads[0])]
+    return [*tensors, cu(queries, device), cu(keys, device)]
+
+
+def run(
+    module: Any,
+    tensors: Tensors,
+    call: AttentionCall,
+    bias: torch.Tensor | None = None,
+    policy: AttentionPolicy = ATTENTION_BF16,
+) -> dict[str, torch.Tensor]:
+    """o, lse and gradients by a backend."""
+    q, k, v, do, cu_q, cu_k = tensors
+    how: dict[str, Any] = {"call": call, "policy": policy, "bias": bias}
+    o, lse = module.attention_forward(q, k, v, cu_q, cu_k, **how)
+    grads = module.attention_backward(do, q, k, v, o, lse, cu_q, cu_k, **how)
+    return dict(zip(("o", "lse", "dq", "dk", "dv", "dbias"), (o, lse, *grads), strict=True))
+
+
+def kernels(
+    tensors: Tensors, call: AttentionCall, bias: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
+    from lowprec.backends.triton_kernels import attention_ops
+
+    return run(attention_ops, tensors, call, bias)
+
+
+def law(
+    tensors: Tensors, call: AttentionCall, bias: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
+    """In float64 throughout."""
+    wide = [t.double() for t in tensors[:4]]
+    return run(attention_reference, [*wide, *tensors[4:]], call, bias)
+
+
+def eager(
+    tensors: Tensors, call: AttentionCall, bias: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
+    """Plain PyTorch with every intermediate result in bf16, sequence by sequence."""
+    q, k, v, do, cu_q, cu_k = tensors
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    group = q.shape[1] // k.shape[1]
+    parts = []
+    for b in range(len(cu_q) - 1):
+        rows, cols = (slice(int(c[b]), int(c[b + 1])) for c in (cu_q, cu_k))
+        q_, k_, v_ = (
+            t[part].transpose(0, 1) for t, part in zip(leaves, (rows, cols, cols), strict=True)
+        )
+        k_, v_ = k_.repeat_interleave(group, 0), v_.repeat_interleave(group, 0)
+        s = q_ @ k_.mT * call.scale
+        if bias is not None:
+            s = s + bias[:, : s.shape[1], : s.shape[2]].to(s.dtype)
+        i = torch.arange(s.shape[1], device=q.device).unsqueeze(1)
+        j = torch.arange(s.shape[2], device=q.device)
+        mask, p = call.mask, i + s.shape[2] - s.shape[1]
+        seen = {
+            "none": j >= 0,
+            "causal": j <= p,
+            "window": (j >= p - mask.left) & (j <= p + mask.right),
+            "blocks": i // mask.size == j // mask.size,
+        }[mask.kind]
+        if call.activation == "softmax":
+            w = s.masked_fill(~seen, -torch.inf).softmax(-1).masked_fill(~seen, 0)
+        else:
+            w = getattr(torch.nn.functional, call.activation)(s).masked_fill(~seen, 0)
+        parts.append((w @ v_).transpose(0, 1))
+    o = torch.cat(parts)
+    grads = torch.autograd.grad(o, leaves, do)
+    return dict(zip(("o", "dq", "dk", "dv"), (o.detach(), *grads), strict=True))
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm().clamp_min(1e-9))
+
+
+def assert_close(tensors: Tensors, call: AttentionCall, bias: torch.Tensor | None = None) -> None:
+    got, want = kernels(tensors, call, bias), law(tensors, call, bias)
+    plain = eager(tensors, call, bias)
+    for name in ("o", "dq", "dk", "dv"):
+        assert got[name].isfinite().all(), name
+        assert error(got[name], want[name]) <= 2 * error(plain[name], want[name]), name
+    if call.activation == "softmax":
+        both = got["lse"].double(), want["lse"].double()
+        torch.testing.assert_close(*both, atol=1e-4, rtol=1e-5)
+    if got["dbias"] is not None:
+        assert error(got["dbias"], want["dbias"]) <= 1e-2
+
+
+NATIVE = AttentionPolicy.parse(
+    "fp8_128x128 / e4m3*256 x fp8_128x128 / fp8_128x128 / bf16 / bf16 / bf16"
+)
+BF16_DP = AttentionPolicy.parse(
+    "mxfp8_128x128 / e4m3*256 x mxfp8_128x128 / bf16 / bf16 / bf16 / bf16"
+)
+
+
+def snr(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Signal to noise, dB."""
+    return -20 * math.log10(max(error(got, want), 1e-12))
+
+
+def assert_as_the_reference(
+    tensors: Tensors, call: AttentionCall, policy: AttentionPolicy, *, close: float
+) -> None:
+    """8-bit kernels: at most 0.5 dB below the reference's signal to noise, and `close` to it."""
+    from lowprec.backends.triton_kernels import attention_ops
+
+    got = run(attention_ops, tensors, call, policy=policy)
+    want = run(attention_reference, tensors, call, policy=policy)
+    exact = law(tensors, call)
+    for name in ("o", "dq", "dk", "dv"):
+        assert got[name].isfinite().all(), name
+        assert error(got[name], want[name]) <= close, name
+        floor = snr(want[name], exact[name]) - 0.5
+        assert snr(got[name], exact[name]) >= floor, name
+    torch.testing.assert_close(got["lse"].double(), want["lse"].double(), atol=1e-3, rtol=1e-4)
