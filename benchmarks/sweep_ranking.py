@@ -1,6 +1,6 @@
 """Do early branches rank layers as full training does, and do the screen's proxies?
 
-`python benchmarks/sweep_ranking.py [PROCESSES]` takes the graded model of
+`python benchmarks/sweep_ranking.py [PROCESSES] [DATA_SEED]` takes the graded model of
 tests/gates/planted_workload.py with 12 layers in NVFP4. Truth: the effect of each layer low in all
 products over a whole training, paired, fresh seeds. Ranked by: the sum over products of branch
 effects, and each proxy of the screen. Prints JSON lines; one run is in
@@ -32,7 +32,7 @@ name = "graded"
 workload = "{workload}:build"
 margins = "demo"
 looks = [3]
-options = {{ graded = true, layers = {layers}, heavy = 9 }}
+options = {{ graded = true, layers = {layers}, heavy = 9, data_seed = {data_seed} }}
 train = {{ steps = {steps}, batch_size = 256 }}
 baseline = {{ recipe = "bf16" }}
 candidate = {{ recipe = "nvfp4" }}
@@ -40,29 +40,29 @@ speed = {{ required = false }}
 """
 
 
-def setting(folder: Path, *, start: int, window: int) -> Any:
+def setting(folder: Path, data_seed: int, *, start: int, window: int) -> Any:
     from qualitygates.experiment import Experiment
     from qualitygates.sensitivity.branches import Setting
 
     path = folder / "gate.toml"
-    path.write_text(GATE.format(workload=WORKLOAD, layers=LAYERS, steps=STEPS))
+    path.write_text(GATE.format(workload=WORKLOAD, layers=LAYERS, steps=STEPS, data_seed=data_seed))
     part = {"first": 0.0, "last": 0.9, "clusters": ""}
     return Setting(Experiment.from_toml(path), part, 6000, start, window)
 
 
-def one_seed(job: tuple[str, int]) -> tuple[str, int, dict[str, list[float]], Any, float]:
+def one_seed(job: tuple[str, int, int]) -> tuple[str, int, dict[str, list[float]], Any, float]:
     """Effects of every layer (truth: all products low; branch: each product) in one seed."""
     from qualitygates.sensitivity.branches import Checkpoint, sweep_part
     from qualitygates.sensitivity.effects import pair
 
-    kind, seed = job
+    kind, seed, data_seed = job
     torch.set_num_threads(1)
     started = time.process_time()
     with tempfile.TemporaryDirectory() as name:
         window = {"truth": (0, STEPS), "branch": (START, WINDOW)}[kind]
-        chosen = setting(Path(name), start=window[0], window=window[1])
+        chosen = setting(Path(name), data_seed, start=window[0], window=window[1])
         checkpoint = Checkpoint(chosen, seed, sweep_part(chosen))
-        screened = screen_of(checkpoint) if job == ("branch", BRANCH_SEEDS[0]) else None
+        screened = screen_of(checkpoint) if job[:2] == ("branch", BRANCH_SEEDS[0]) else None
     plain = checkpoint.branch({})
     policies = [" / ".join([FORMAT] * 3)]
     if kind == "branch":
@@ -95,7 +95,9 @@ def screen_of(checkpoint: Any) -> dict[str, Any]:
 
 def main() -> None:
     processes = int(sys.argv[1]) if len(sys.argv) > 1 else 2
-    jobs = [("branch", seed) for seed in BRANCH_SEEDS] + [("truth", seed) for seed in TRUTH_SEEDS]
+    data_seed = int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    seeds = {"branch": BRANCH_SEEDS, "truth": TRUTH_SEEDS}
+    jobs = [(kind, seed, data_seed) for kind, those in seeds.items() for seed in those]
     found: dict[str, list[dict[str, list[float]]]] = {"branch": [], "truth": []}
     screened: dict[str, Any] = {}
     with get_context("spawn").Pool(processes) as pool:
@@ -130,7 +132,11 @@ def main() -> None:
         ("underflow, fprop", "fprop", "underflow", 1),
     ):
         columns[label] = [sign * screened[name]["products"][product][FORMAT][key] for name in names]
-    print(json.dumps({"layers": names, "truth": truth, "truth_se": spread, **columns}))
+    print(
+        json.dumps(
+            {"data_seed": data_seed, "layers": names, "truth": truth, "truth_se": spread, **columns}
+        )
+    )
     for label, values in columns.items():
         rho, p = spearmanr(values, truth)
         print(

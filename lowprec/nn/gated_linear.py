@@ -8,7 +8,7 @@ Backward makes a again from x, bit for bit: x alone is kept, where torch keeps a
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -17,18 +17,10 @@ from torch.autograd.function import once_differentiable
 from lowprec.errors import UnsupportedError
 from lowprec.nn import gates
 from lowprec.nn.gates import ACTIVATIONS, Activation
-from lowprec.nn.linear import Linear
+from lowprec.nn.linear import Linear, is_one_step
 from lowprec.nn.norms import in_kernel
-from lowprec.nn.operands import DGRAD, FPROP, WGRAD, Which, autocast_dtype
+from lowprec.nn.operands import DGRAD, FPROP, WGRAD, Which
 from lowprec.nn.products import Products
-
-_HOOKS: Final = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
-_DTYPES: Final = (torch.float32, torch.bfloat16)
 
 
 class GatedLinear(nn.Module):
@@ -76,10 +68,7 @@ class GatedLinear(nn.Module):
 
     def _is_one_step(self, x: torch.Tensor) -> bool:
         linear = self.linear
-        if type(linear) is not Linear or any(getattr(linear, name) for name in _HOOKS):
-            return False
-        dtypes = {one.dtype for one in (x, linear.weight, linear.bias) if one is not None}
-        return len(dtypes) == 1 and x.dtype in _DTYPES and autocast_dtype(x) is None
+        return is_one_step(linear, (x, linear.weight, linear.bias))
 
     def _one_step(self, x: torch.Tensor) -> torch.Tensor:
         linear = self.linear

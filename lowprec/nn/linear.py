@@ -8,7 +8,7 @@ Dimensions: M rows (tokens), K in_features, N out_features.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -113,6 +113,33 @@ class Linear(torch.nn.Linear):
         policy = self.lowprec_products.stage.policy
         products = ", ".join(f"{name}={product}" for name, product in policy.items())
         return f"{super().extra_repr()}, {products}"
+
+
+_HOOKS: Final = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+def is_one_step(
+    linear: torch.nn.Module,
+    tensors: tuple[torch.Tensor | None, ...],
+    *before: torch.nn.Module,
+) -> bool:
+    """Whether a layer and what stands before it can be one step.
+
+    The layer is wrapped, nobody looks at what lies between, and all tensors, the input first, have
+    one dtype that needs no autocast.
+    """
+    x = tensors[0]
+    if x is None or type(linear) is not Linear:
+        return False
+    watched = any(getattr(one, name) for one in (*before, linear) for name in _HOOKS)
+    dtypes = {one.dtype for one in tensors if one is not None}
+    plain = x.dtype in (torch.float32, torch.bfloat16) and autocast_dtype(x) is None
+    return not watched and len(dtypes) == 1 and plain
 
 
 class _LinearFunction(torch.autograd.Function):

@@ -7,7 +7,7 @@ Backward makes n again from what was normalized, bit for bit: 2 bytes a value ar
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,18 +15,10 @@ from torch.autograd.function import once_differentiable
 
 from lowprec.errors import UnsupportedError
 from lowprec.nn import norms
-from lowprec.nn.linear import Linear
+from lowprec.nn.linear import Linear, is_one_step
 from lowprec.nn.norms import Norm, Parameters
-from lowprec.nn.operands import DGRAD, FPROP, WGRAD, Which, autocast_dtype
+from lowprec.nn.operands import DGRAD, FPROP, WGRAD, Which
 from lowprec.nn.products import Products
-
-_HOOKS: Final = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
-_DTYPES: Final = (torch.float32, torch.bfloat16)
 
 
 class NormLinear(nn.Module):
@@ -71,13 +63,8 @@ class NormLinear(nn.Module):
 
     def _is_one_step(self, x: torch.Tensor) -> bool:
         norm, linear = self.norm, self.linear
-        if type(linear) is not Linear or any(
-            getattr(one, name) for one in (norm, linear) for name in _HOOKS
-        ):
-            return False
         tensors = (x, norm.weight, getattr(norm, "bias", None), linear.weight, linear.bias)
-        dtypes = {one.dtype for one in tensors if one is not None}
-        fits = len(dtypes) == 1 and x.dtype in _DTYPES and autocast_dtype(x) is None
+        fits = is_one_step(linear, tensors, norm)
         return fits and x.ndim > 0 and x.shape[-1] == linear.in_features
 
     def _one_step(
