@@ -24,7 +24,7 @@ from scipy.stats import spearmanr
 WORKLOAD = Path(__file__).parent.parent / "tests" / "gates" / "planted_workload.py"
 PRODUCTS = ("fprop", "dgrad", "wgrad")
 FORMAT, LAYERS, STEPS = "nvfp4", 12, 120
-BRANCH_SEEDS, TRUTH_SEEDS = (1001, 1002, 1003, 1004), (1, 2, 3, 4, 5, 6)
+BRANCH_SEEDS, TRUTH_SEEDS = tuple(range(1001, 1009)), tuple(range(1, 13))
 START, WINDOW = 18, 18
 GATE = """
 schema = 1
