@@ -1,6 +1,6 @@
 """Do early branches rank layers as full training does, and do the screen's proxies?
 
-`python benchmarks/sweep_ranking.py [PROCESSES] [DATA_SEED]` takes the graded model of
+`python benchmarks/sweep_ranking.py [PROCESSES] [DATA_SEED] [FORMAT]` takes the graded model of
 tests/gates/planted_workload.py with 12 layers in NVFP4. Truth: the effect of each layer low in all
 products over a whole training, paired, fresh seeds. Ranked by: the sum over products of branch
 effects, and each proxy of the screen. Prints JSON lines; one run is in
@@ -23,7 +23,8 @@ from scipy.stats import spearmanr
 
 WORKLOAD = Path(__file__).parent.parent / "tests" / "gates" / "planted_workload.py"
 PRODUCTS = ("fprop", "dgrad", "wgrad")
-FORMAT, LAYERS, STEPS = "nvfp4", 12, 120
+FORMAT = sys.argv[3] if len(sys.argv) > 3 else "nvfp4"
+LAYERS, STEPS = 12, 120
 BRANCH_SEEDS, TRUTH_SEEDS = tuple(range(1001, 1009)), tuple(range(1, 13))
 START, WINDOW = 18, 18
 GATE = """
@@ -134,7 +135,14 @@ def main() -> None:
         columns[label] = [sign * screened[name]["products"][product][FORMAT][key] for name in names]
     print(
         json.dumps(
-            {"data_seed": data_seed, "layers": names, "truth": truth, "truth_se": spread, **columns}
+            {
+                "data_seed": data_seed,
+                "format": FORMAT,
+                "layers": names,
+                "truth": truth,
+                "truth_se": spread,
+                **columns,
+            }
         )
     )
     for label, values in columns.items():

@@ -16,7 +16,7 @@ from lowprec.backends import triton_kernels
 from lowprec.errors import UnsupportedError
 from lowprec.formats import Cast
 from lowprec.nn.position import At, Position
-from lowprec.nn.weight_codes import WeightCodes, reusable
+from lowprec.nn.weight_codes import WeightCodes, may_be_gathered, reusable
 from lowprec.packing import pack_codes, unpack_codes
 from lowprec.policy import PRODUCTS, Gemm
 from lowprec.rng import RandomStream
@@ -98,7 +98,8 @@ class Operands:
         if held is not None:
             return held
         both = None
-        if product == FPROP and which.ahead and reusable(policy.dgrad):
+        ahead = which.ahead and not may_be_gathered()
+        if product == FPROP and ahead and reusable(policy.dgrad):
             both = self.cast_both((FPROP, 1), (DGRAD, 1), w_NK, at, index)
         if both is None:
             held = self.operand(product, 1, w_NK, at, index)

@@ -2,8 +2,9 @@
 
 Codes are taken again only where witnesses agree. From forward to its backward those are the
 tensor's memory and its version count, as autograd itself asks. From one micro-batch to the next,
-`lowprec.set_step` must have named the same step and a later micro-batch as well: FSDP fills the
-same parameter anew, and writes through `.data` leave no trace.
+`lowprec.set_step` must have named the same step and a later micro-batch as well: writes through
+`.data` leave no trace. Where FSDP may have gathered the weight nothing is held at all: codes of
+every whole weight would take the memory that sharding saves, and it fills one parameter anew.
 """
 
 from __future__ import annotations
@@ -39,6 +40,14 @@ class _Held(NamedTuple):
 def reusable(precision: Product) -> bool:
     """True for a product whose weight has the same codes in every micro-batch."""
     return isinstance(precision, Gemm) and not precision.random
+
+
+def may_be_gathered() -> bool:
+    """Whether weights may be those that FSDP gathers: a process group is there.
+
+    A gathered parameter itself cannot be told from a plain one.
+    """
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 class WeightCodes:
@@ -85,6 +94,5 @@ class WeightCodes:
     ) -> None:
         """Hold an operand: `ahead` for this backward pass, else for later micro-batches."""
         self._accumulates |= told is not None and told.micro_batch > 0
-        arrived = hasattr(weight, "lowprec_quantized") or weight.is_inference()
-        if (ahead or self._accumulates) and not arrived:
+        if (ahead or self._accumulates) and not weight.is_inference() and not may_be_gathered():
             self._held[product] = _Held(_Witness.of(weight, stage), told, ahead, operand)

@@ -8,6 +8,7 @@ from torch import nn
 
 import lowprec
 from lowprec import ops
+from lowprec.nn import weight_codes
 from lowprec.nn.position import At
 from lowprec.nn.weight_codes import WeightCodes
 from lowprec.policy import LinearPolicy
@@ -126,3 +127,17 @@ def test_codes_cast_ahead_serve_one_backward() -> None:
     for micro_batch in range(3):
         assert codes.get(1, weight, 0, At(1, micro_batch, 0)) is operand
     assert codes.get(1, weight, 1, At(1, 3, 0)) is None
+
+
+def test_nothing_is_held_of_weights_that_fsdp_may_have_gathered(
+    monkeypatch: pytest.MonkeyPatch, weight_casts: list[int]
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+
+    assert weight_codes.may_be_gathered()
+    model = layer()
+    for micro_batch in range(3):
+        lowprec.set_step(model, 0, micro_batch=micro_batch)
+        backward(model, micro_batch)
+    assert len(weight_casts) == 6
+    assert model.lowprec_products.weights._held == {}
