@@ -120,13 +120,14 @@ class _NormLinearFunction(torch.autograd.Function):
         which = Which(FPROP, products.active, w_NK.shape[0], ahead=for_dgrad)
         stage = products.stage
         ctx.count = 1 + norm.centered if norms.in_kernel(stage) else 0
+        keep = for_wgrad and norms.keeps_codes(stage)
         if torch.compiler.is_compiling():
-            facts = (norms.keeps_codes(stage), stage.turns_x, norm.centered)
+            facts = (keep, stage.turns_x, norm.centered)
             where = [*which, ctx.count, *map(int, facts)]
             text = products.wgrad_texts[products.active]
             found = _traced().norm_project(list(tensors), at, products.key, where, text, norm.eps)
         else:
-            found = norms.project(products, which, tensors, at, norm)
+            found = norms.project(products, which, tensors, at, norm, keep=keep)
         # By index: torch 2.11 traces neither a starred target nor pop on what an op returned.
         y_MN, rest = found[0], found[1:]
         source = x_MK

@@ -28,7 +28,7 @@ def norm_project(
     """See norms.project; where = [*which, statistics, keeps codes, turned, centered or not]."""
     count, keeps, turned, centered = where[4:]
     which, norm = Which.read(where), Norm(eps, bool(centered))
-    found = project(live(key), which, tensors, at, norm)
+    found = project(live(key), which, tensors, at, norm, keep=bool(keeps))
     if not keeps:
         return found
     first = 1 + (tensors[1] is not None) + count

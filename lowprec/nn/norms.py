@@ -74,11 +74,13 @@ def project(
     tensors: Sequence[torch.Tensor | None],
     at: torch.Tensor | None,
     norm: Norm,
+    *,
+    keep: bool,
 ) -> list[torch.Tensor]:
     """y [M, N], then x + residual if there is one, then rstd and mean [M] from the kernels.
 
-    tensors: x [M, K], residual, weight and bias of the norm, w [N, K], b [N]. Where the stage
-    keeps_codes, what wgrad needs comes last.
+    tensors: x [M, K], residual, weight and bias of the norm, w [N, K], b [N]. With `keep`, for
+    a stage that keeps_codes, what wgrad needs comes last.
     """
     x_MK, residual, weight, bias, w_NK, b_N = tensors
     assert x_MK is not None
@@ -101,7 +103,7 @@ def project(
         residual=residual,
     )
     kept: list[torch.Tensor] = []
-    if keeps_codes(stage):
+    if keep:
         assert isinstance(done.result, torch.Tensor)
         y_MN, kept = products.project_now(which, done.result, w_NK, bias=b_N, at=at)
     else:
@@ -118,7 +120,7 @@ def keep_again(
     at: torch.Tensor | None,
     norm: Norm,
 ) -> list[torch.Tensor]:
-    """What wgrad needs of the normalized x, made again: see Products.keep.
+    """What wgrad needs of the normalized x, made again: see Products.project.
 
     tensors: what was normalized [M, K], weight and bias of the norm.
     """

@@ -135,7 +135,7 @@ class Products(Operands):
         """One product, cast, multiplied and counted: [rows, columns], bf16 (float64 stays).
 
         left and right are operands as they lie in memory: x [M, K], w [N, K], dy [M, N]; the right
-        operand of wgrad is what `keep` returned.
+        operand of wgrad is what `project` kept.
         """
         if torch.compiler.is_compiling():
             policy = self.stages[which.stage].policy
@@ -263,7 +263,7 @@ class Products(Operands):
     def keep_now(
         self, x_MK: torch.Tensor, at: torch.Tensor | None, stage_index: int
     ) -> list[torch.Tensor]:
-        """`keep` of a quantized wgrad outside of tracing."""
+        """What a quantized wgrad needs of x, cast by itself, outside of tracing."""
         with no_autocast(x_MK):
             q_KM: Any = self.operand(WGRAD, 1, x_MK, at, stage_index)
         return parts_of(q_KM.mT)

@@ -141,10 +141,14 @@ def test_what_cannot_be_swizzled_is_refused() -> None:
 
 @inside
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8-rotated-wgrad"])
-def test_norm_linear_by_the_kernels(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("inside_the_norm", [True, False])
+def test_norm_linear_by_the_kernels(
+    recipe: str, inside_the_norm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Forward and backward use the codes of the kernels' norm followed by a cast, bit for bit."""
-    chosen = frozenset({"mxfp8", "mxfp8_32x32", "norm + mxfp8", "rotation + mxfp8"})
-    monkeypatch.setattr(triton_kernels, "PROVEN", chosen)
+    chosen = {"mxfp8", "mxfp8_32x32", "rotation + mxfp8"}
+    chosen |= {"norm + mxfp8"} if inside_the_norm else set()
+    monkeypatch.setattr(triton_kernels, "PROVEN", frozenset(chosen))
     torch.manual_seed(0)
     module = lowprec.NormLinear(nn.RMSNorm(64, eps=1e-6), nn.Linear(64, 32)).bfloat16()
     nn.init.normal_(module.norm.weight)
@@ -153,6 +157,7 @@ def test_norm_linear_by_the_kernels(recipe: str, monkeypatch: pytest.MonkeyPatch
     lowprec.apply(module, plan)
     products = module.linear.lowprec_products
     assert norms.in_kernel(products.stage)
+    assert norms.keeps_codes(products.stage) == (not inside_the_norm)
     x, residual, passed = (gaussian(40, 64, seed=s).bfloat16() for s in (1, 2, 3))
     x.requires_grad_()
     y, summed = module(x, residual)
@@ -174,6 +179,15 @@ def test_norm_linear_by_the_kernels(recipe: str, monkeypatch: pytest.MonkeyPatch
     assert torch.equal(x.grad, dx)
     assert torch.equal(module.norm.weight.grad, dweight.bfloat16())
     assert products.counts[0] == {str(products.stage.policy.fprop): 2}
+    kept = []
+    for trains in (True, False):
+        module.linear.weight.requires_grad_(trains)
+        packed: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, p=packed: p.append(t), lambda t: t):
+            module(x, residual)
+        kept.append(len(packed))
+    # Codes and scales are kept for wgrad alone.
+    assert kept[0] - kept[1] == (0 if inside_the_norm else 2)
 
 
 @inside
@@ -198,15 +212,17 @@ def test_the_ops_have_fakes_and_schemas_that_fit() -> None:
         norm_ops,
         rotate_ops,
         scale_layouts,
+        span_ops,
     )
 
-    del gate_ops, launch, norm_ops, rotate_ops, scale_layouts
+    del gate_ops, launch, norm_ops, rotate_ops, scale_layouts, span_ops
     x, rstd = gaussian(33, 48, seed=1).bfloat16(), torch.ones(33)
     weight, numbers = torch.ones(48).bfloat16(), [0, 1, 2]
     draws = (None, numbers, "across")
     for op, arguments in {
         "cast_tiles_random": (x[None], "mxfp8:sr", "mxfp8:sr", *draws, *draws),
         "rotate_cast": (x[None], None, 16, 0.25, "mxfp8:sr", False, None, numbers, "inner"),
+        "cast_tensor_both": (x[None], "fp8_tensorwise"),
         "norm_both": (x, None, weight, None, 1e-6, True, "mxfp8", "mxfp8"),
         "norm_again": (x, weight, None, None, rstd, "", "mxfp8"),
         "gate_backward_halves": (x[:, :24], x, "silu"),
