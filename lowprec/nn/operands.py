@@ -120,7 +120,7 @@ class Operands:
         """t [R, C] cast along C for one product and along R for another, in one read.
 
         Each is named by product and side. None where they cannot be: a rotation, an unquantized
-        operand, someone who watches, casts by two backends.
+        operand, someone who watches, a backend that would read t twice.
         """
         if self.monitor is not None or hasattr(t, "lowprec_quantized"):
             return None

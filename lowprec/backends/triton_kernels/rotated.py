@@ -40,7 +40,7 @@ def rotate_quantize(
         raise UnsupportedError(
             f"triton: no fused rotation along axis {axis} of {x.ndim}-D {x.dtype}"
         )
-    ops = _ops()
+    ops = _ops(x)
     if x.ndim == 1:
         q = rotate_quantize(x[None], rotation, cast, axis=-1, side=side, streams=streams)
         return QuantizedTensor(q.codes[0], q.scales[0], q.format, -1)
@@ -87,9 +87,9 @@ def _draws(view: View, x: torch.Tensor, rotation: Rotation, stream: RandomStream
     return Draws.of("stored", 0, stream, words)
 
 
-def _ops() -> Any:
+def _ops(x: torch.Tensor) -> Any:
     # These register the ops.
     from lowprec.backends.triton_kernels import launch, rotate_ops
 
-    del launch, rotate_ops
-    return torch.ops.lowprec
+    del rotate_ops
+    return launch.ops_for(x)
