@@ -9,6 +9,7 @@ of steps that take turns between the arms, in ms of wall clock of the slowest ra
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import statistics
@@ -253,26 +254,38 @@ def grouped() -> dict[str, Any]:
 
 
 def memory() -> dict[str, Any]:
-    """Bytes that each further layer holds after the first step, as the CUDA allocator says."""
+    """Bytes that each further layer holds, built, after one step and after three."""
     if not GPU:
         return {"skipped": "no GPU", "ok": True}
     found = {}
     for name, sharded in (("bf16", bf16_fsdp), ("codes", codes_fsdp)):
-        held = []
-        for layers in (2, 2, 6):  # the first time for what the libraries keep themselves
-            model = stack(1024, layers)
-            model = sharded(convert(model, "mxfp8") if name == "codes" else model)
-            optimizer = torch.optim.AdamW(model.parameters())
-            x = batch(0, 64, 1024)
-            torch.cuda.synchronize()
-            before = torch.cuda.memory_allocated()
-            model(x).square().mean().backward()
-            optimizer.step()
-            torch.cuda.synchronize()
-            held.append(torch.cuda.memory_allocated() - before)
-            del model, optimizer, x
-        found[name] = (held[2] - held[1]) / 4
-    return {"bytes_a_layer": found, "ok": found["codes"] <= found["bf16"]}
+        # The first time for what the libraries keep themselves.
+        _, two, six = (held(sharded, layers, name == "codes") for layers in (2, 2, 6))
+        found[name] = [(a - b) / 4 for a, b in zip(six, two, strict=True)]
+    within = all(a <= b for a, b in zip(found["codes"], found["bf16"], strict=True))
+    return {"bytes_a_layer": found, "ok": within and found["codes"][1] == found["codes"][2]}
+
+
+def held(sharded: Callable[[nn.Module], nn.Module], layers: int, quantized: bool) -> list[int]:
+    """Bytes over those before the model: built, after one step, after three."""
+    before, bytes_held = allocated(), []
+    model = stack(1024, layers)
+    model = sharded(convert(model, "mxfp8") if quantized else model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = batch(0, 64, 1024)
+    for step in range(4):
+        if step in (0, 1, 3):
+            bytes_held.append(allocated() - before)
+        model(x).square().mean().backward()
+        optimizer.step()
+    return bytes_held
+
+
+def allocated() -> int:
+    """Bytes that tensors hold once cycles of objects are collected."""
+    gc.collect()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
 
 
 def speed() -> dict[str, Any]:

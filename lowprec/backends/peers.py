@@ -7,6 +7,7 @@ and beside that it builds the library's own layer, to be compared with ours.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module, metadata
@@ -21,6 +22,16 @@ from lowprec.hardware import NAMED, Hardware, current
 from lowprec.policy import SKIP, Gemm, LinearPolicy
 
 _DTYPES = (torch.bfloat16, torch.float32)
+
+
+def _import(module: str) -> Any:
+    """The module, without what it warns of while it loads: parts for frameworks that are not used.
+
+    Where warnings are errors one of them would end the import half way.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return import_module(module)
 
 
 @dataclass(frozen=True)
@@ -54,7 +65,7 @@ class Library:
         if reason := self.missing():
             raise UnsupportedError(f"{self.title} refused: {reason}")
         try:
-            return import_module(module)
+            return _import(module)
         except Exception as error:  # a compiled part that does not fit raises almost anything
             raise UnsupportedError(
                 f"{self.title} refused: {self._broken(module, error)}"
@@ -65,7 +76,7 @@ class Library:
         if reason := self.missing():
             return reason
         try:
-            import_module(module)
+            _import(module)
         except Exception as error:  # as in load
             return self._broken(module, error)
         return None

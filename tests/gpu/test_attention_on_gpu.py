@@ -12,6 +12,7 @@ import torch
 from lowprec.attention_call import AttentionCall, Mask
 from tests.core import attention_kernel_cases as cases
 from tests.core.attention_kernel_cases import assert_close, error, kernels, law
+from tests.gpu.waiting import never_waiting
 
 pytestmark = [
     pytest.mark.gpu,
@@ -170,11 +171,8 @@ def test_nothing_waits_for_the_device() -> None:
     tensors = drawn([100, 20, 300], [100, 20, 300], (2, 2), 64)
     call = AttentionCall("softmax", Mask("causal"), 0.125)
     want = kernels(tensors, call)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         got = kernels(tensors, call)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(got["dk"], want["dk"])
 
 
