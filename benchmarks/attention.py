@@ -26,10 +26,12 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.attention_cases import (  # noqa: E402
+    CODES,
     NATIVE,
     Problem,
     Run,
     check,
+    of_codes,
     ours,
     peers,
     problems,
@@ -101,17 +103,20 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """Check and time one shape: ours and the peers, forward and backward."""
     errors = {"triton": check(problem)}
-    runs: list[tuple[str, Run, Run]] = [("triton", *ours(problem))]
+    runs: list[tuple[str, Run, Run | None]] = [("triton", *ours(problem))]
     if problem.bound == "compute" and problem.activation == "softmax" and problem.width == 128:
         errors["triton fp8"] = check(problem, NATIVE)
         runs.append(("triton fp8", *ours(problem, NATIVE)))
+        runs.append(("triton fp8, S and dP of codes", *ours(problem, CODES)))
+        runs.append(("triton fp8, of codes", of_codes(problem), None))
     if not arguments.no_peers:
         runs += peers(problem)
     for index, direction in ((1, "forward"), (2, "backward")):
-        cases: list[Any] = [Case("attention", direction, "", one[index], 0) for one in runs]
+        some = [one for one in runs if one[index] is not None]
+        cases: list[Any] = [Case("attention", direction, "", one[index], 0) for one in some]
         times = timed(cases, 7 if arguments.quick else 20)
         own = statistics.median(times[0])
-        for (backend, *_), found in zip(runs, times, strict=True):
+        for (backend, *_), found in zip(some, times, strict=True):
             line = described(problem, direction, backend, found)
             if problem.bound == "memory":
                 line["of_copy"] = round(line["bytes"] / statistics.median(found) / speed, 3)

@@ -52,16 +52,18 @@ def policies() -> dict[str, AttentionPolicy]:
     static = text.replace("mxfp8 x mxfp8_32x32", "e4m3*256 x mxfp8_32x32", 1)
     mixed = text.split(" / ")
     mixed[2] = "bf16"
-    fp8 = str(found["fp8-attention"]).split(" / ")
-    whole = [*fp8[:3], fp8[1], fp8[0], fp8[0]]
-    bf16_backward = [*fp8[:2], *["bf16"] * 4]
+    qk, pv = str(found["fp8-attention"]).split(" / ")[:2]
+    whole = [qk, pv, qk, pv, qk, qk]
+    of_codes = [qk, pv, qk, *["bf16"] * 3]
+    unrounded = [qk, pv, *["bf16"] * 4]
     return {
         "bf16": AttentionPolicy.parse("bf16"),
         **found,
         "mxfp8-attention, P x 256 in pv": AttentionPolicy.parse(static),
         "mxfp8-attention, dP bf16": AttentionPolicy.parse(" / ".join(mixed)),
         "fp8 in all six products": AttentionPolicy.parse(" / ".join(whole)),
-        "fp8-attention, backward bf16": AttentionPolicy.parse(" / ".join(bf16_backward)),
+        "fp8-attention, dP of codes": AttentionPolicy.parse(" / ".join(of_codes)),
+        "fp8-attention, backward unrounded": AttentionPolicy.parse(" / ".join(unrounded)),
     }
 
 

@@ -21,12 +21,15 @@ import lowprec
 
 EPS = 1e-6
 # Relative errors of y, dx and dw that a correct arm stays under; three products in the MLP.
-LIMITS = {"bf16": 0.02, "linear": 0.08, "norm_linear": 0.08, "mlp": 0.16}
+LIMITS = {"bf16": 0.02, "linear": 0.08, "emulated": 0.08, "norm_linear": 0.08, "mlp": 0.16}
 
 
 @dataclass(frozen=True)
 class Size:
-    """A module at one size: kind, rows, features in and out (for an MLP: in and hidden)."""
+    """A module at one size: kind, rows, features in and out (for an MLP: in and hidden).
+
+    An "emulated" one is a linear layer by the recipe mxfp8, whose products sm90 does not have.
+    """
 
     kind: str
     rows: int
@@ -63,7 +66,7 @@ def torch_module(size: Size) -> nn.Module:
     if size.kind == "mlp":
         return Mlp(size.columns, size.features)
     linear = nn.Linear(size.columns, size.features, bias=False)
-    if size.kind == "linear":
+    if size.kind in ("linear", "emulated"):
         return linear
     return nn.Sequential(nn.RMSNorm(size.columns, eps=EPS), linear)
 
@@ -115,12 +118,12 @@ def arms_of(
     def fresh() -> nn.Module:
         return torch_module(size).to(device, torch.bfloat16)
 
-    fuses = size.kind != "linear"
+    fuses = size.kind not in ("linear", "emulated")
     plain = Arm("bf16", fresh())
     yield plain
     if fuses or not quick:
         yield plain.compiled()
-    for recipe in recipes:
+    for recipe in ["mxfp8"] if size.kind == "emulated" else recipes:
         module = our_module(size).to(device, torch.bfloat16)
         chosen = lowprec.load_recipe(recipe)
         # The first rule alone: later ones spare the ends of a whole model.
@@ -131,7 +134,7 @@ def arms_of(
         yield ours
         if not quick or (size.kind == "mlp" and recipe == recipes[0]):
             yield ours.compiled()
-    if peers:
+    if peers and size.kind != "emulated":
         for recipe in ("tensorwise", "rowwise"):
             yield _or_reason(f"torchao {recipe}", lambda r=recipe: _torchao(fresh(), r, size))
         for recipe in ("current", "block"):

@@ -33,6 +33,7 @@ from benchmarks.module_arms import Arm, Size, arms_of, errors_of, exact_step, in
 SHAPES = [(65536, 2048, 2048), (16384, 4096, 4096), (8192, 8192, 8192), (32768, 1024, 1024)]
 SIZES = [Size(kind, *shape) for kind in ("linear", "norm_linear") for shape in SHAPES]
 SIZES.append(Size("mlp", 32768, 1024, 4096))
+SIZES += [Size("emulated", *shape) for shape in ((8192, 8192, 8192), (16384, 4096, 4096))]
 QUICK = [SIZES[1], SIZES[5], SIZES[8]]
 RECIPES = ["mxfp8-portable", "fp8-tensorwise", "fp8-rowwise", "mxfp8"]
 BLOCK_MS = 15.0

@@ -22,7 +22,8 @@ from lowprec.formats import Cast  # noqa: E402
 
 def casts_in(name: str) -> set[str]:
     """The casts among the parameters of a test's name, with what the test fuses them with."""
-    before = next((f"{one} + " for one in ("rotation", "norm", "gate") if one in name), "")
+    kinds = ("rotation", "norm", "gate", "values")
+    before = next((f"{one} + " for one in kinds if one in name), "")
     found = set()
     for part in re.findall(r"\[(.*)\]", name)[:1]:
         for text in part.split("-"):

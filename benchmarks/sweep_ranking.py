@@ -1,10 +1,11 @@
 """Do early branches rank layers as full training does, and do the screen's proxies?
 
-`python benchmarks/sweep_ranking.py [PROCESSES] [DATA_SEED] [FORMAT]` takes the graded model of
-tests/gates/planted_workload.py with 12 layers in NVFP4. Truth: the effect of each layer low in all
-products over a whole training, paired, fresh seeds. Ranked by: the sum over products of branch
-effects, and each proxy of the screen. Prints JSON lines; one run is in
-docs/records/sweep-ranking.jsonl.
+`python benchmarks/sweep_ranking.py [PROCESSES] [DATA_SEED] [MODEL]` ranks 12 layers in NVFP4: those
+of tests/gates/towers_workload.py, or with MODEL `graded` those of tests/gates/planted_workload.py.
+Truth: the effect of each layer low in all products over a whole training, paired, with fresh seeds
+and, for the towers, on other rows. Ranked by: the sum over products of branch effects, and each
+proxy of the screen. Seeds and sizes are fixed here. Prints JSON lines;
+docs/records/sweep-ranking.jsonl has all runs that were made.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import json
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
+from itertools import combinations
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -21,19 +24,17 @@ import numpy as np
 import torch
 from scipy.stats import spearmanr
 
-WORKLOAD = Path(__file__).parent.parent / "tests" / "gates" / "planted_workload.py"
+WORKLOADS = Path(__file__).parent.parent / "tests" / "gates"
 PRODUCTS = ("fprop", "dgrad", "wgrad")
-FORMAT = sys.argv[3] if len(sys.argv) > 3 else "nvfp4"
-LAYERS, STEPS = 12, 120
-BRANCH_SEEDS, TRUTH_SEEDS = tuple(range(1001, 1009)), tuple(range(1, 13))
-START, WINDOW = 18, 18
+FORMAT = "nvfp4"
+STEPS = 120
 GATE = """
 schema = 1
-name = "graded"
+name = "{name}"
 workload = "{workload}:build"
 margins = "demo"
 looks = [3]
-options = {{ graded = true, layers = {layers}, heavy = 9, data_seed = {data_seed} }}
+options = {{ {options}, data_seed = {data_seed} }}
 train = {{ steps = {steps}, batch_size = 256 }}
 baseline = {{ recipe = "bf16" }}
 candidate = {{ recipe = "nvfp4" }}
@@ -41,29 +42,76 @@ speed = {{ required = false }}
 """
 
 
-def setting(folder: Path, data_seed: int, *, start: int, window: int) -> Any:
+@dataclass(frozen=True)
+class Model:
+    """What is ranked: branches of `window` steps from step `start`, and the seeds of both kinds.
+
+    parts: share of the evaluation rows by kind.
+    """
+
+    workload: str
+    options: str
+    start: int
+    window: int
+    seeds: dict[str, tuple[int, ...]]
+    parts: dict[str, tuple[float, float]]
+
+
+MODELS = {
+    "towers": Model(
+        workload="towers_workload.py",
+        options="rows = 20000",
+        start=30,
+        window=30,
+        seeds={"branch": tuple(range(1001, 1007)), "truth": tuple(range(1, 7))},
+        parts={"branch": (0.0, 0.4), "truth": (0.4, 1.0)},
+    ),
+    "graded": Model(
+        workload="planted_workload.py",
+        options="graded = true, layers = 12, heavy = 9",
+        start=18,
+        window=18,
+        seeds={"branch": tuple(range(1001, 1009)), "truth": tuple(range(1, 13))},
+        parts={"branch": (0.0, 0.9), "truth": (0.0, 0.9)},
+    ),
+}
+Job = tuple[str, str, int, int]
+"""Model, kind, seed, data seed."""
+
+
+def setting(folder: Path, job: Job) -> Any:
     from qualitygates.experiment import Experiment
     from qualitygates.sensitivity.branches import Setting
 
+    name, kind, _, data_seed = job
+    model = MODELS[name]
     path = folder / "gate.toml"
-    path.write_text(GATE.format(workload=WORKLOAD, layers=LAYERS, steps=STEPS, data_seed=data_seed))
-    part = {"first": 0.0, "last": 0.9, "clusters": ""}
-    return Setting(Experiment.from_toml(path), part, 6000, start, window)
+    workload = WORKLOADS / model.workload
+    path.write_text(
+        GATE.format(
+            name=name, workload=workload, steps=STEPS, options=model.options, data_seed=data_seed
+        )
+    )
+    first, last = model.parts[kind]
+    part = {"first": first, "last": last, "clusters": ""}
+    window = (0, STEPS) if kind == "truth" else (model.start, model.window)
+    rows = 20_000 if name == "towers" else 6000
+    return Setting(Experiment.from_toml(path), part, rows, *window)
 
 
-def one_seed(job: tuple[str, int, int]) -> tuple[str, int, dict[str, list[float]], Any, float]:
+def one_seed(job: Job) -> tuple[str, int, dict[str, list[float]], Any, float]:
     """Effects of every layer (truth: all products low; branch: each product) in one seed."""
     from qualitygates.sensitivity.branches import Checkpoint, sweep_part
     from qualitygates.sensitivity.effects import pair
 
-    kind, seed, data_seed = job
+    name, kind, seed, _ = job
     torch.set_num_threads(1)
     started = time.process_time()
-    with tempfile.TemporaryDirectory() as name:
-        window = {"truth": (0, STEPS), "branch": (START, WINDOW)}[kind]
-        chosen = setting(Path(name), data_seed, start=window[0], window=window[1])
+    with tempfile.TemporaryDirectory() as folder:
+        chosen = setting(Path(folder), job)
         checkpoint = Checkpoint(chosen, seed, sweep_part(chosen))
-        screened = screen_of(checkpoint) if job[:2] == ("branch", BRANCH_SEEDS[0]) else None
+        first = kind == "branch" and seed == MODELS[name].seeds[kind][0]
+        screened = screen_of(checkpoint) if first else None
     plain = checkpoint.branch({})
     policies = [" / ".join([FORMAT] * 3)]
     if kind == "branch":
@@ -78,7 +126,7 @@ def one_seed(job: tuple[str, int, int]) -> tuple[str, int, dict[str, list[float]
 
 
 def layers_of(checkpoint: Any) -> list[str]:
-    return [f"layers.{i}.linear" for i in range(LAYERS)]
+    return [layer.name for layer in checkpoint.plan.layers]
 
 
 def screen_of(checkpoint: Any) -> dict[str, Any]:
@@ -94,11 +142,26 @@ def screen_of(checkpoint: Any) -> dict[str, Any]:
     )
 
 
+def split_half(seeds: list[dict[str, list[float]]]) -> float:
+    """Mean Spearman of the means of both halves of the seeds, over all halvings.
+
+    Says how far half of the seeds of the truth can order the layers themselves.
+    """
+    effects = np.array([[sum(values) for values in one.values()] for one in seeds])
+    every = range(len(effects))
+    found = []
+    for half in combinations(every, len(effects) // 2):
+        other = [i for i in every if i not in half]
+        found.append(spearmanr(effects[list(half)].mean(0), effects[other].mean(0))[0])
+    return round(float(np.mean(found)), 3)
+
+
 def main() -> None:
     processes = int(sys.argv[1]) if len(sys.argv) > 1 else 2
     data_seed = int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    seeds = {"branch": BRANCH_SEEDS, "truth": TRUTH_SEEDS}
-    jobs = [(kind, seed, data_seed) for kind, those in seeds.items() for seed in those]
+    model = sys.argv[3] if len(sys.argv) > 3 else "towers"
+    seeds = MODELS[model].seeds
+    jobs = [(model, kind, seed, data_seed) for kind, those in seeds.items() for seed in those]
     found: dict[str, list[dict[str, list[float]]]] = {"branch": [], "truth": []}
     screened: dict[str, Any] = {}
     with get_context("spawn").Pool(processes) as pool:
@@ -108,6 +171,8 @@ def main() -> None:
             print(
                 json.dumps(
                     {
+                        "model": model,
+                        "data_seed": data_seed,
                         "kind": kind,
                         "seed": seed,
                         "effects": effects,
@@ -119,7 +184,7 @@ def main() -> None:
     names = list(found["truth"][0])
     truth = [float(np.mean([one[name] for one in found["truth"]])) for name in names]
     spread = [
-        float(np.std([one[name] for one in found["truth"]], ddof=1)) / len(TRUTH_SEEDS) ** 0.5
+        float(np.std([one[name] for one in found["truth"]], ddof=1)) / len(seeds["truth"]) ** 0.5
         for name in names
     ]
     columns = {
@@ -136,11 +201,13 @@ def main() -> None:
     print(
         json.dumps(
             {
+                "model": model,
                 "data_seed": data_seed,
                 "format": FORMAT,
                 "layers": names,
                 "truth": truth,
                 "truth_se": spread,
+                "truth_split_half": split_half(found["truth"]),
                 **columns,
             }
         )
@@ -150,6 +217,8 @@ def main() -> None:
         print(
             json.dumps(
                 {
+                    "model": model,
+                    "data_seed": data_seed,
                     "spearman": label,
                     "rho": round(float(rho), 3),
                     "p": float(p),

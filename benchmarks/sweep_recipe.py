@@ -1,8 +1,9 @@
 """A model that fails its gate with NVFP4 everywhere, and the recipe that a sweep writes for it.
 
-`python benchmarks/sweep_recipe.py FOLDER [WORKERS]` gates NVFP4 in all products of the model of
-tests/gates/planted_workload.py, sweeps it, and gates the written recipe on fresh seeds and other
-evaluation rows. Resumes in FOLDER. Prints JSON lines; docs/records/sweep-recipe.jsonl has one run.
+`python benchmarks/sweep_recipe.py FOLDER [WORKERS] [DATA_SEED]` gates NVFP4 in all products of the
+smooth model of tests/gates/planted_workload.py, sweeps it, and gates the written recipe on fresh
+seeds and other evaluation rows. Resumes in FOLDER. Prints JSON lines, which
+docs/records/sweep-recipe.jsonl keeps.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,7 +41,7 @@ name = "nvfp4-everywhere"
 workload = "{workload}:build"
 margins = {{ ne = 0.01, auc = 0.006, gauc = 0.01, calibration = 0.05 }}
 looks = [3, 5, 8]
-options = {{ rows = 20000 }}
+options = {{ smooth = true, rows = 20000, data_seed = {data_seed} }}
 train = {{ steps = 160, batch_size = 256 }}
 baseline = {{ recipe = "bf16" }}
 candidate = {{ recipe = "./nvfp4.toml" }}
@@ -52,18 +54,30 @@ gate = "gate.toml"
 formats = ["nvfp4", "mxfp8"]
 speed = { hardware = "b200", width = 32 }
 screen = { batches = 4 }
-branches = { at = [0.15], length = 0.15, seeds = 3 }
+branches = { at = [0.15], length = 0.15, seeds = 3, trainings = 3 }
 evaluation = { rows = 8000 }
 confirm = { attempts = 3 }
 """
 
 
+def estimate_of(outcome: dict[str, Any]) -> list[float]:
+    """Estimate and bounds of the relative change of NE, served as trained."""
+    entry = outcome["metrics"]["trained/ne"]
+    return [entry[key] for key in ("estimate", "lower", "upper")]
+
+
+def _verdict(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "gate" / "verdict.json").read_text())
+    return found
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     workers = int(sys.argv[2]) if len(sys.argv) > 2 else 2
+    data_seed = int(sys.argv[3]) if len(sys.argv) > 3 else 0
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "nvfp4.toml").write_text(RECIPE)
-    (folder / "gate.toml").write_text(GATE.format(workload=WORKLOAD.resolve()))
+    (folder / "gate.toml").write_text(GATE.format(workload=WORKLOAD.resolve(), data_seed=data_seed))
     (folder / "sweep.toml").write_text(SWEEP)
     started = time.monotonic()
     gate = Experiment.from_toml(folder / "gate.toml")
@@ -72,8 +86,12 @@ def main() -> None:
         json.dumps(
             {
                 "recipe": "nvfp4 everywhere",
+                "data_seed": data_seed,
                 "verdict": before["verdict"],
                 "seeds": before["seeds"],
+                "null_control": before["controls"]["null"]["verdict"],
+                "ne": estimate_of(before),
+                "null_ne": estimate_of(before["controls"]["null"]),
                 "reasons": before["reasons"],
             }
         ),
@@ -82,6 +100,7 @@ def main() -> None:
     spec = SweepSpec.from_toml(folder / "sweep.toml")
     out = folder / "sweep"
     result = sweep(spec, out=out, workers=workers, progress=True)
+    confirmation = result["confirmation"]
     after = Experiment.from_toml(out / "gate.toml")
     torch.manual_seed(0)
     model = load_workload(after.workload, after.options, folder=after.folder).model()
@@ -90,10 +109,16 @@ def main() -> None:
         json.dumps(
             {
                 "recipe": "written by the sweep",
-                "confirmation": result["confirmation"],
+                "data_seed": data_seed,
+                "confirmation": confirmation,
                 "ranking": [
                     [o["group"], o["product"], o["estimate"]] for o in result["ranking"][:4]
                 ],
+                "ne": [
+                    estimate_of(_verdict(out / one["folder"])) for one in confirmation["attempts"]
+                ],
+                "calibration": result["selection"]["calibration"],
+                "tried": result["selection"]["tried"],
                 "policies": result["selection"]["policies"],
                 "interaction": result["interaction"],
                 "quantized_share": plan.quantized_share,

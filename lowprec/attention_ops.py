@@ -1,7 +1,8 @@
 """Attention as two ops of torch.library: autograd, tracing, counting; the backends compute.
 
 Under torch.compile they are opaque, so compiled results are the eager ones. `key` stands for a
-record of what ran, `sizes` is [left, right, size of the mask, wants_dbias, check of the lengths].
+record of what ran, `sizes` is [left, right, size of the mask, wants_dbias, check of the lengths],
+`front` the numbers of a lowprec.attention_front.Front, or none.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import torch
 
 from lowprec.attention_call import AttentionCall, Mask
 from lowprec.attention_checks import check_call, check_lengths
-from lowprec.attention_policy import ATTENTION_PRODUCTS, AttentionGemm, AttentionPolicy
-from lowprec.backends.attention import ATTENTION_MODULES, AttentionFacts, choose_attention
+from lowprec.attention_front import Front
+from lowprec.attention_policy import ATTENTION_PRODUCTS, AttentionPolicy
+from lowprec.backends.attention import AttentionFacts, choose_attention
+from lowprec.backends.attention_fronts import Fronted
 from lowprec.hardware import NAMED, current
 
 # CUDA graphs would replay the products without the Python that counts them and reads the lengths.
@@ -74,10 +77,15 @@ def _chosen(
     return choose_attention(facts).backend
 
 
-def _module(
-    q: torch.Tensor, call: AttentionCall, bias: torch.Tensor | None, policy: str, backend: str
-) -> Any:
+def _fronted(
+    q: torch.Tensor,
+    call: AttentionCall,
+    bias: torch.Tensor | None,
+    names: tuple[str, str],
+    front: Sequence[float],
+) -> Fronted:
     """The backend named, or the first that does not refuse what arrives."""
+    policy, backend = names
     name = backend or _chosen(
         q.device.type,
         policy,
@@ -86,7 +94,7 @@ def _module(
         q.dtype,
         plain=bias is None and call.scale > 0,
     )
-    return ATTENTION_MODULES[name]
+    return Fronted(name, Front.of(front), call, _parsed(policy), bool(backend))
 
 
 def _count(
@@ -96,8 +104,9 @@ def _count(
     for name, product in policy.items():
         if record is None or name not in names:
             continue
-        wide = dtype == torch.float64 and not isinstance(product, AttentionGemm)
-        text = "float64" if wide else str(product)
+        text = str(product)
+        if dtype == torch.float64:
+            text = text.replace("bf16", "float64")
         record.counts[name][text] = record.counts[name].get(text, 0) + 1
 
 
@@ -109,6 +118,8 @@ def forward_op(
     cu_q: torch.Tensor,
     cu_k: torch.Tensor,
     bias: torch.Tensor | None,
+    weight_q: torch.Tensor | None,
+    weight_k: torch.Tensor | None,
     key: torch.Tensor | None,
     activation: str,
     mask: str,
@@ -116,18 +127,18 @@ def forward_op(
     scale: float,
     policy: str,
     backend: str,
+    front: Sequence[float],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o and lse; see lowprec.attention_call."""
-    call, parsed = _call(activation, mask, sizes, scale), _parsed(policy)
-    check_call(call, parsed)
+    call = _call(activation, mask, sizes, scale)
+    one = _fronted(q, call, bias, (policy, backend), front)
+    check_call(call, one.policy)
     if sizes[-1]:
         check_lengths(cu_q, cu_k, (q.shape[0], k.shape[0]), call.mask, bias)
-    module = _module(q, call, bias, policy, backend)
     with torch.autocast(q.device.type, enabled=False):
-        found = module.attention_forward(q, k, v, cu_q, cu_k, call=call, policy=parsed, bias=bias)
-    _count(key, _FORWARD, parsed, q.dtype)
-    o, lse = found
-    return o, lse
+        found = one.forward((q, k, v, cu_q, cu_k), (weight_q, weight_k), bias)
+    _count(key, _FORWARD, one.policy, q.dtype)
+    return found
 
 
 @forward_op.register_fake
@@ -138,6 +149,8 @@ def _(
     cu_q: torch.Tensor,
     cu_k: torch.Tensor,
     bias: torch.Tensor | None,
+    weight_q: torch.Tensor | None,
+    weight_k: torch.Tensor | None,
     key: torch.Tensor | None,
     activation: str,
     mask: str,
@@ -145,6 +158,7 @@ def _(
     scale: float,
     policy: str,
     backend: str,
+    front: Sequence[float],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows = (q.shape[1], q.shape[0]) if activation == "softmax" else (0,)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -156,6 +170,8 @@ def backward_op(
     do: torch.Tensor,
     tensors: Sequence[torch.Tensor],
     bias: torch.Tensor | None,
+    weight_q: torch.Tensor | None,
+    weight_k: torch.Tensor | None,
     key: torch.Tensor | None,
     activation: str,
     mask: str,
@@ -163,15 +179,16 @@ def backward_op(
     scale: float,
     policy: str,
     backend: str,
+    front: Sequence[float],
 ) -> list[torch.Tensor]:
-    """dq, dk, dv and, where wanted, dbias; tensors = q, k, v, o, lse, cu_q, cu_k."""
-    call, parsed = _call(activation, mask, sizes, scale), _parsed(policy)
+    """dq, dk, dv, then of bias and weights where wanted; tensors = q, k, v, o, lse, cu_q, cu_k."""
     q = tensors[0]
-    module = _module(q, call, bias, policy, backend)
+    call = _call(activation, mask, sizes, scale)
+    one = _fronted(q, call, bias, (policy, backend), front)
     with torch.autocast(q.device.type, enabled=False):
-        found = module.attention_backward(do, *tensors, call=call, policy=parsed, bias=bias)
-    _count(key, _BACKWARD, parsed, q.dtype)
-    return [one for one in found if one is not None]
+        found = one.backward((do, *tensors), (weight_q, weight_k), bias)
+    _count(key, _BACKWARD, one.policy, q.dtype)
+    return [gradient for gradient in found if gradient is not None]
 
 
 @backward_op.register_fake
@@ -179,6 +196,8 @@ def _(
     do: torch.Tensor,
     tensors: Sequence[torch.Tensor],
     bias: torch.Tensor | None,
+    weight_q: torch.Tensor | None,
+    weight_k: torch.Tensor | None,
     key: torch.Tensor | None,
     activation: str,
     mask: str,
@@ -186,24 +205,27 @@ def _(
     scale: float,
     policy: str,
     backend: str,
+    front: Sequence[float],
 ) -> list[torch.Tensor]:
-    found = [t.new_empty(t.shape) for t in tensors[:3]]
-    return found if bias is None or not sizes[3] else [*found, bias.new_empty(bias.shape)]
+    more = [None if bias is None or not sizes[3] else bias, weight_q, weight_k]
+    return [t.new_empty(t.shape) for t in (*tensors[:3], *more) if t is not None]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, cu_q, cu_k, bias, key, *ctx.how = inputs
+    q, k, v, cu_q, cu_k, bias, weight_q, weight_k, key, *ctx.how = inputs
     # exp(s - lse) needs lse exact; lowprec.saved_activations leaves alone what has no gradient.
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(q, k, v, *output, cu_q, cu_k, bias, key)
+    ctx.save_for_backward(q, k, v, *output, cu_q, cu_k, bias, weight_q, weight_k, key)
 
 
 def _gradients(ctx: Any, do: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-    *tensors, bias, key = ctx.saved_tensors
-    found = backward_op(do.contiguous(), tensors, bias, key, *ctx.how)
-    dq, dk, dv, *rest = found
-    dbias = rest[0] if rest else None
-    return dq, dk, dv, None, None, dbias, None, *[None] * len(ctx.how)
+    *tensors, bias, weight_q, weight_k, key = ctx.saved_tensors
+    found = iter(backward_op(do.contiguous(), tensors, bias, weight_q, weight_k, key, *ctx.how))
+    dq, dk, dv = (next(found) for _ in range(3))
+    wants_dbias = ctx.how[2][3]
+    wanted = (bias if wants_dbias else None, weight_q, weight_k)
+    more = [None if one is None else next(found) for one in wanted]
+    return dq, dk, dv, None, None, *more, None, *[None] * len(ctx.how)
 
 
 forward_op.register_autograd(_gradients, setup_context=_keep)
@@ -213,6 +235,7 @@ class How(NamedTuple):
     """An attention without its tensors: the call, texts of policy and backend ("" chooses one).
 
     key: of an AttentionRecord, or None. check: whether the values of cu_seqlens are looked at.
+    front: what comes before, with the weights of the norms of q and k, if they have them.
     """
 
     call: AttentionCall
@@ -220,6 +243,8 @@ class How(NamedTuple):
     backend: str = ""
     key: torch.Tensor | None = None
     check: bool = True
+    front: Front | None = None
+    weights: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 def attend(
@@ -231,12 +256,15 @@ def attend(
 ) -> torch.Tensor:
     """o [Tq, H, D] of q, k, v that are checked already, differentiable in them and in the bias."""
     call, mask = how.call, how.call.mask
+    if how.front is not None and how.front.rotary is not None:
+        how.front.rotary.turning(qkv[0].shape[2])
     sizes = [mask.left, mask.right, mask.size, int(call.wants_dbias), int(how.check)]
     o: torch.Tensor = forward_op(
         *qkv,
         cu_q,
         cu_k,
         bias,
+        *(how.weights or (None, None)),
         how.key,
         call.activation,
         mask.kind,
@@ -244,5 +272,6 @@ def attend(
         call.scale,
         how.policy,
         how.backend,
+        [] if how.front is None else how.front.numbers,
     )[0]
     return o

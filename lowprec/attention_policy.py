@@ -1,4 +1,4 @@
-"""The precision of an attention: each of its six products is BF16 or a pair of casts.
+"""The precision of an attention: each of its six products is BF16, or casts its operands or one.
 
     S = Q K^T     qk  contracts D    q along D    k along D
     O = P V       pv  contracts Lk   P along Lk   v along Lk
@@ -12,6 +12,8 @@ reach into another. P in pv is exp(s - rowmax), in [0, 1], and its sum is taken 
 P in dv is exp(s - lse). delta = rowsum(dO * O) takes dO as dp casts it and O as it was returned: a
 row that one key has nearly for itself has dP - delta near 0, and there only errors that both share
 cancel. For the same reason dp should read v as pv does (docs/attention.md has the measurement).
+`bf16 x CAST` does that without a cast of dO: with dq and dk so too, and dv in BF16, the backward
+pass is the gradient of what the forward pass computed from the casts of q, k and v.
 """
 
 from __future__ import annotations
@@ -51,10 +53,23 @@ class StaticCast:
 
 @dataclass(frozen=True)
 class AttentionGemm:
-    """A quantized product of attention: how its left and its right operand are cast."""
+    """A quantized product of attention: how its left and its right operand are cast.
 
-    left: Cast | StaticCast
-    right: Cast
+    One of them may stay BF16. Raises UnsupportedError where both do.
+    """
+
+    left: Cast | StaticCast | Unquantized
+    right: Cast | Unquantized
+
+    def __post_init__(self) -> None:
+        if self.left is BF16 and self.right is BF16:
+            raise UnsupportedError("'bf16 x bf16': a product in bf16 is written 'bf16'")
+
+    @property
+    def casts(self) -> tuple[Cast | StaticCast | None, Cast | None]:
+        """Casts of the left and the right operand; None for the one that stays unquantized."""
+        left = None if isinstance(self.left, Unquantized) else self.left
+        return left, None if isinstance(self.right, Unquantized) else self.right
 
     def __str__(self) -> str:
         return str(self.left) if self.left == self.right else f"{self.left} x {self.right}"
@@ -64,35 +79,55 @@ AttentionProduct = Unquantized | AttentionGemm
 
 
 def parse_attention_product(text: str, name: str) -> AttentionProduct:
-    """Read `bf16`, `CAST` or `CAST x CAST` of the product `name`.
+    """Read `bf16`, `CAST`, `CAST x CAST`, `bf16 x CAST` or `CAST x bf16` of the product `name`.
 
     P may be cast as `e4m3*256`. Raises UnsupportedError for anything that attention cannot mean:
     rotations, random rounding, and scales over a whole tensor or row, by which the rows of a
     sequence would depend on its neighbours in the batch.
     """
-    left, times, right = text.partition(" x ")
-    static = _static(left.strip(), name) if "*" in left else None
-    if static and not times:
-        raise UnsupportedError(f"{text!r}: a fixed factor is for P alone; write '{static} x RIGHT'")
-    product = parse_product(right if static else text)
-    if product is BF16 and static is None:
+    if text.strip() == BF16.value:
         return BF16
+    left, times, right = text.partition(" x ")
+    if not times and "*" in text:
+        static = _static(left.strip(), name)
+        raise UnsupportedError(f"{text!r}: a fixed factor is for P alone; write '{static} x RIGHT'")
+    if not times:
+        cast = _cast(text, text)
+        return AttentionGemm(cast, cast)
+    if not left.strip() or not right.strip() or " x " in right:
+        raise UnsupportedError(_FORMS.format(text))
+    first = _static(left.strip(), name) if "*" in left else _operand(left, text)
+    return AttentionGemm(first, _operand(right, text))
+
+
+_FORMS: Final = (
+    "{!r}: write 'bf16', 'FORMAT', 'LEFT x RIGHT' (one of the two may be bf16) or, for P, "
+    "'e4m3*256 x RIGHT'; no product of attention is skipped"
+)
+
+
+def _operand(part: str, text: str) -> Cast | Unquantized:
+    return BF16 if part.strip() == BF16.value else _cast(part, text)
+
+
+def _cast(part: str, text: str) -> Cast:
+    """The cast `part` of the product `text`."""
+    if "*" in part:
+        raise UnsupportedError(f"{text!r}: a fixed factor is for P, the left operand of pv and dv")
+    product = parse_product(part)
     if not isinstance(product, Gemm):
-        raise UnsupportedError(
-            f"{text!r}: write 'bf16', 'FORMAT', 'LEFT x RIGHT' or, for P, "
-            "'e4m3*256 x RIGHT'; no product of attention is skipped"
-        )
+        raise UnsupportedError(_FORMS.format(text))
     if product.rotation is not None:
         raise UnsupportedError(f"{text!r}: the products of attention take no rotation")
-    for cast in (product.left, product.right):
-        if cast.stochastic:
-            raise UnsupportedError(f"{cast}: attention rounds to nearest only")
-        if not cast.format.power_of_two:
-            raise UnsupportedError(
-                f"{cast}: a scale over a whole tensor or row would make the rows of a sequence "
-                "depend on what else is in the batch; use a format with blocks, such as mxfp8_32x32"
-            )
-    return AttentionGemm(static or product.left, product.right)
+    cast = product.left
+    if cast.stochastic:
+        raise UnsupportedError(f"{cast}: attention rounds to nearest only")
+    if not cast.format.power_of_two:
+        raise UnsupportedError(
+            f"{cast}: a scale over a whole tensor or row would make the rows of a sequence "
+            "depend on what else is in the batch; use a format with blocks, such as mxfp8_32x32"
+        )
+    return cast
 
 
 def _static(text: str, name: str) -> StaticCast:

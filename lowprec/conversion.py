@@ -17,11 +17,16 @@ from lowprec.coverage import left_alone_because, linear_layers
 from lowprec.errors import PlanError
 from lowprec.layer_plan import LayerPlan
 from lowprec.nn import REPLACEMENTS, Linear, Products
+from lowprec.nn import main_grad as gradients
 from lowprec.planning import Plan
 
 
 def apply(
-    model: torch.nn.Module, plan: Plan, *, require: str | Path | Acceptance | None = None
+    model: torch.nn.Module,
+    plan: Plan,
+    *,
+    require: str | Path | Acceptance | None = None,
+    main_grad: bool | None = None,
 ) -> torch.nn.Module:
     """Turn every layer that `plan` covers into ours, in place, and return the same model.
 
@@ -55,6 +60,8 @@ def apply(
         module, parent = found[layer.name]
         if layer.converted:
             _check(layer, module, parent)
+            if main_grad and (reason := gradients.refusal(module.weight)):
+                raise PlanError(f"layer {layer.name!r}: {reason}")
             covered.append((module, layer))
         elif module.__dict__.get("lowprec_applied"):
             raise PlanError(
@@ -67,13 +74,27 @@ def apply(
     for module, layer in covered:
         if isinstance(module, Linear):
             module.lowprec_products.replan(layer.stages, seed=plan.seed)
+            _set_main_grad(module, main_grad)
             continue
         ours: Any = REPLACEMENTS[type(module)]
         module.__class__ = ours
         products = Products(layer.stages, layer=layer.name, seed=plan.seed)
         module.__dict__["lowprec_products"] = products
         module.__dict__["lowprec_applied"] = True
+        _set_main_grad(module, main_grad)
     return model
+
+
+def _set_main_grad(module: Any, main_grad: bool | None) -> None:
+    products: Products = module.lowprec_products
+    if main_grad is None:
+        return
+    products.main_grad = main_grad
+    if main_grad:
+        products.made_main_grad |= gradients.claim(module.weight)
+    elif products.made_main_grad:
+        gradients.release(module.weight)
+        products.made_main_grad = False
 
 
 def _check(layer: LayerPlan, module: torch.nn.Linear, parent: torch.nn.Module) -> None:
@@ -109,6 +130,7 @@ def restore(model: torch.nn.Module) -> torch.nn.Module:
             )
     restore_attentions(model)
     for _, module in wrapped:
+        _set_main_grad(module, False)
         del module.lowprec_products, module.lowprec_applied
         module.__class__ = originals[type(module)]
     return model

@@ -8,14 +8,16 @@ import torch
 
 from lowprec.attention_call import NO_MASK, AttentionCall, Mask
 from lowprec.attention_checks import check_offsets, check_tensors
+from lowprec.attention_front import Front
 from lowprec.attention_policy import AttentionPolicy
-from lowprec.backends import MODULES, choose
+from lowprec.backends import MODULES, choose, triton_kernels
 from lowprec.backends.attention import ATTENTION_MODULES
 from lowprec.backends.facts import Facts
 from lowprec.errors import UnsupportedError
 from lowprec.formats import Cast
 from lowprec.hardware import NAMED, Hardware, current
 from lowprec.rng import RandomStream
+from lowprec.rotary import Rotary
 from lowprec.tensor import QuantizedTensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -93,7 +95,9 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.
     """Values of a quantized tensor: code x scale (x outer), in `dtype`, shape of the source."""
     if not isinstance(q, QuantizedTensor):
         raise UnsupportedError(f"dequantize takes a QuantizedTensor, not {type(q).__qualname__}")
-    return MODULES["reference"].dequantize(q, dtype=dtype)  # type: ignore[no-any-return]
+    narrow = dtype in (torch.bfloat16, torch.float16, torch.float32)
+    backend = "triton" if narrow and _decodes_on_gpu(q) else "reference"
+    return MODULES[backend].dequantize(q, dtype=dtype)  # type: ignore[no-any-return]
 
 
 def matmul(
@@ -110,15 +114,18 @@ def matmul(
     stays float64). Sums are float32 or wider and are rounded once. Raises UnsupportedError when
     shapes or cast axes do not fit.
     """
-    for side, t in (("a", a), ("b", b)):
-        if len(t.shape) != 2:
-            raise UnsupportedError(f"matmul: {side} has shape {tuple(t.shape)}, not two dimensions")
+    a_shape, b_shape = a.shape, b.shape
+    for side, t, shape in (("a", a, a_shape), ("b", b, b_shape)):
+        if len(shape) != 2:
+            raise UnsupportedError(f"matmul: {side} has shape {tuple(shape)}, not two dimensions")
         if isinstance(t, QuantizedTensor) and t.axis != -1:
             raise UnsupportedError(f"matmul: {side} was cast along axis {t.axis}, not along K (-1)")
-    if a.shape[1] != b.shape[1]:
+    if a_shape[1] != b_shape[1]:
         raise UnsupportedError(
-            f"matmul: a {tuple(a.shape)} and b {tuple(b.shape)} differ in K, their last dimension"
+            f"matmul: a {tuple(a_shape)} and b {tuple(b_shape)} differ in K, their last dimension"
         )
+    if backend == "emulated":
+        a, b = _values_on_gpu(a), _values_on_gpu(b)
     result: torch.Tensor = _module(backend).matmul(a, b, bias=bias, out_dtype=out_dtype)
     return result
 
@@ -135,6 +142,7 @@ def attention(
     mask: Mask = NO_MASK,
     bias: torch.Tensor | None = None,
     scale: float | None = None,
+    rotary: Rotary | None = None,
     check_lengths: bool = True,
     backend: str = "",
 ) -> torch.Tensor:
@@ -145,11 +153,12 @@ def attention(
     cu_seqlens_q, cu_seqlens_k: int32 [B + 1], 0 and then the end of each sequence; None for the
     keys takes the queries'. policy: an AttentionPolicy or its text. bias: [H or 1, longest query,
     longest key], added before the activation, shared by the sequences. scale: of q k^T, None for
-    1 / sqrt(D). Formulas, masks and layouts: lowprec.attention_call. A query without keys gives
-    zeros. check_lengths: whether the values of cu_seqlens are looked at, which on a GPU waits for
-    it once for each pair of tensors; False trusts them. backend: a name, or "" for the first that
-    does not refuse. Raises UnsupportedError for shapes, dtypes, offsets, a bias or a mask that do
-    not fit.
+    1 / sqrt(D). rotary: turns q and k by their positions first, query i at i + (Lk - Lq), in the
+    pass that casts them where kernels do. Formulas, masks and layouts: lowprec.attention_call. A
+    query without keys gives zeros. check_lengths: whether the values of cu_seqlens are looked at,
+    which on a GPU waits for it once for each pair of tensors; False trusts them. backend: a name,
+    or "" for the first that does not refuse. Raises UnsupportedError for shapes, dtypes, offsets, a
+    bias or a mask that do not fit.
     """
     from lowprec.attention_ops import How, attend  # registers ops, slower than all other imports
 
@@ -163,10 +172,22 @@ def attention(
         raise UnsupportedError(
             f"unknown attention backend {backend!r}; known: {', '.join(ATTENTION_MODULES)}"
         )
-    how = How(
-        call, policy if isinstance(policy, str) else policy.text, backend, check=check_lengths
-    )
+    text = policy if isinstance(policy, str) else policy.text
+    front = None if rotary is None else Front(1.0, rotary)
+    how = How(call, text, backend, check=check_lengths, front=front)
     return attend((q, k, v), cu_seqlens_q, cu_seqlens_k, bias, how)
+
+
+def _decodes_on_gpu(q: QuantizedTensor) -> bool:
+    """Whether a proven kernel gives the values of these codes where they are."""
+    return q.codes.is_cuda and triton_kernels.fits_values(q.format)
+
+
+def _values_on_gpu(t: torch.Tensor | QuantizedTensor) -> torch.Tensor | QuantizedTensor:
+    """The bf16 values of codes on a GPU by one kernel, where it is proven; the rest as it is."""
+    if not isinstance(t, QuantizedTensor) or not _decodes_on_gpu(t):
+        return t
+    return triton_kernels.dequantize(t, dtype=torch.bfloat16)
 
 
 def _hardware_of(x: torch.Tensor) -> Hardware:

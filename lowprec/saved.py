@@ -197,11 +197,11 @@ class _Packed:
             codes = codes.clone(memory_format=torch.contiguous_format)  # without the cast's padding
         return cls(QuantizedTensor(codes, q.scales, q.format, q.axis, q.outer), rows.shape)
 
-    def unpack(self) -> torch.Tensor:
-        """float32 values [rows, values]."""
+    def unpack(self, dtype: torch.dtype) -> torch.Tensor:
+        """Values [rows, values]."""
         q = self.quantized
         codes = unpack_codes(q.codes, q.format.element.bits, self.shape)
-        return ops.dequantize(QuantizedTensor(codes, q.scales, q.format, q.axis, q.outer))
+        return ops.dequantize(QuantizedTensor(codes, q.scales, q.format, q.axis, q.outer), dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,8 +215,8 @@ class _Quantized:
     def unpack(self) -> torch.Tensor:
         # Rounding to fewer bits may pass the largest value of the dtype; finite stays finite.
         largest = torch.finfo(self.dtype).max
-        values = self.packed.unpack().clamp_(-largest, largest)
-        return self.layout.restore(values.to(self.dtype).contiguous())
+        values = self.packed.unpack(self.dtype).clamp_(-largest, largest)
+        return self.layout.restore(values.contiguous())
 
 
 @dataclass(eq=False)

@@ -42,9 +42,8 @@ class QuantizedTensor:
             raise UnsupportedError(
                 f"mT exchanges the last two axes, this one was cast along {self.axis}"
             )
-        return dataclasses.replace(
-            self, codes=self.codes.mT, scales=self.scales.mT, axis=-3 - self.axis
-        )
+        axis = -3 - self.axis
+        return QuantizedTensor(self.codes.mT, self.scales.mT, self.format, axis, self.outer)
 
     def along(self, axis: int) -> QuantizedTensor:
         """The same codes read as cast along `axis` (-1 or -2), for formats with square blocks.

@@ -93,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     sweep.add_argument("sweep", type=Path, metavar="SWEEP.toml", help="the sweep")
     sweep.add_argument("--out", type=Path, metavar="DIR", help="default: gates/<name of the file>")
     sweep.add_argument("--workers", type=_count, default=_cores(), metavar="N", help=_WORKERS)
+    sweep.add_argument("--cluster", default="", metavar="RAY", help=_CLUSTER)
     sweep.add_argument(
         "--bisect", metavar="RECIPE", help="find what to give back of a rejected recipe instead"
     )
@@ -186,7 +187,11 @@ def _sweep(arguments: argparse.Namespace) -> int:
     from .sensitivity.command import run_command
 
     return run_command(
-        arguments.sweep, out=arguments.out, recipe=arguments.bisect, workers=arguments.workers
+        arguments.sweep,
+        out=arguments.out,
+        recipe=arguments.bisect,
+        workers=arguments.workers,
+        cluster=arguments.cluster,
     )
 
 

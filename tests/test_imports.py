@@ -30,6 +30,8 @@ LOWPREC: dict[str, str] = {
     "lowprec.attention_call": "errors formats",
     "lowprec.attention_policy": "errors formats policy",
     "lowprec.attention_checks": "attention_call attention_policy errors",
+    "lowprec.rotary": "errors",
+    "lowprec.attention_front": "rotary",
     "lowprec.recipe": "attention_policy errors formats policy",
     "lowprec.hardware": "errors",
     "lowprec.backends.facts": "errors formats hardware",
@@ -66,20 +68,27 @@ LOWPREC: dict[str, str] = {
     ),
     "lowprec.backends.attention_facts": "attention_policy hardware",
     "lowprec.backends.attention_triton": (
-        "attention_call attention_policy backends.attention_facts backends.triton_kernels "
-        "backends.triton_kernels.attention_native backends.triton_kernels.proven"
+        "attention_call attention_front attention_policy backends.attention_facts "
+        "backends.triton_kernels backends.triton_kernels.attention_native "
+        "backends.triton_kernels.proven"
     ),
     "lowprec.backends.attention": (
         "backends backends.attention_emulated backends.attention_facts "
         "backends.attention_reference backends.attention_triton"
     ),
+    "lowprec.backends.attention_fronts": (
+        "attention_call attention_front attention_policy backends.attention "
+        "backends.attention_triton backends"
+    ),
     "lowprec.attention_ops": (
-        "attention_call attention_checks attention_policy hardware backends.attention"
+        "attention_call attention_checks attention_front attention_policy hardware "
+        "backends.attention backends.attention_fronts"
     ),
     "lowprec.attention_stages": "attention_call attention_policy hardware backends.attention",
     "lowprec.ops": (
-        "attention_call attention_checks attention_ops attention_policy errors formats tensor rng "
-        "hardware backends backends.attention backends.facts"
+        "attention_call attention_checks attention_front attention_ops attention_policy errors "
+        "formats tensor rng rotary hardware backends backends.attention backends.facts "
+        "backends.triton_kernels"
     ),
     "lowprec.stages": "formats policy hardware backends",
     "lowprec.nn.position": "",
@@ -89,17 +98,17 @@ LOWPREC: dict[str, str] = {
         "backends.triton_kernels"
     ),
     "lowprec.nn.products": (
-        "ops nn.opaque nn.operands nn.position nn.weight_codes policy stages tensor"
+        "ops nn.main_grad nn.opaque nn.operands nn.position nn.weight_codes policy stages tensor"
     ),
     "lowprec.nn.opaque": "ops formats policy nn.operands nn.products",
-    "lowprec.nn.linear": "errors policy hardware stages nn.operands nn.products",
+    "lowprec.nn.main_grad": "errors",
+    "lowprec.nn.linear": "errors policy hardware stages nn.main_grad nn.operands nn.products",
     "lowprec.nn.norms": "formats nn.operands nn.products policy stages backends.triton_kernels",
     "lowprec.nn.norm_opaque": "nn.norms nn.opaque nn.operands nn.products policy",
     "lowprec.nn.norm_linear": "errors nn.linear nn.norms nn.norm_opaque nn.operands nn.products",
-    "lowprec.nn.rotary": "errors",
     "lowprec.nn.attention": (
-        "attention_call attention_checks attention_ops attention_policy attention_stages errors "
-        "hardware nn.operands nn.position nn.rotary"
+        "attention_call attention_checks attention_front attention_ops attention_policy "
+        "attention_stages errors hardware nn.operands nn.position rotary"
     ),
     "lowprec.nn.sdpa": "attention_call errors nn.attention nn.operands",
     "lowprec.nn.gates": (
@@ -109,7 +118,7 @@ LOWPREC: dict[str, str] = {
     "lowprec.nn.gated_linear": (
         "errors nn.gates nn.gate_opaque nn.linear nn.norms nn.operands nn.products"
     ),
-    "lowprec.nn": "nn.attention nn.gated_linear nn.linear nn.norm_linear nn.products nn.rotary",
+    "lowprec.nn": "nn.attention nn.gated_linear nn.linear nn.norm_linear nn.products rotary",
     "lowprec.attention_coverage": "attention_call",
     "lowprec.attention_planning": (
         "attention_call attention_coverage attention_policy attention_stages coverage errors "
@@ -141,7 +150,9 @@ LOWPREC: dict[str, str] = {
     "lowprec.version": "",
     "lowprec.identity": "nn",
     "lowprec.acceptance": "errors identity planning version",
-    "lowprec.conversion": "acceptance attention_conversion errors layer_plan planning nn coverage",
+    "lowprec.conversion": (
+        "acceptance attention_conversion errors layer_plan planning nn nn.main_grad coverage"
+    ),
     "lowprec.shard_tensors": (
         "errors formats nn nn.opaque nn.operands nn.products ops policy tensor"
     ),
@@ -176,38 +187,64 @@ KERNELS = {
     "norm": "codec places tiles",
     "gates": "codec places tiles",
     "butterfly": "codec draws places tiles",
+    "pairs": "codec",
+    "norm_pairs": "pairs places tiles",
+    "norm_stream": "codec pairs",
+    "norm_band_stream": "pairs",
+    "streamed": "launch norm_band_stream norm_pairs norm_stream pipelined starting",
     "norm_pipeline": "pipeline",
     "starting": "",
     "launch": "draws tiles views pipelined starting",
     "pipelined": "launch norm_pipeline pipeline starting",
     "span_ops": "launch pipelined spans starting",
+    "matrices": "launch pipeline pipelined span_ops spans starting",
     "value_ops": "launch values starting",
     "rotate_ops": "butterfly launch starting views",
-    "norm_ops": "launch norm pipelined starting",
+    "norm_ops": "launch norm pipelined starting streamed",
     "gate_ops": "gates launch norm_ops starting",
     "scale_layouts": "launch starting swizzle",
     "fused": "gate_ops launch norm_ops",
     "rotated": "launch rotate_ops views",
     "attention_parts": "codec",
     "attention_codes": "codec",
-    "attention_schedule": "",
+    "attention_schedule": "attention_parts",
     "attention_native": "",
     "attention": "attention_parts",
     "attention_gradients": "attention attention_codes attention_parts",
     "attention_bias": "attention attention_gradients attention_parts",
     "attention_fp8": "attention attention_codes attention_parts codec",
     "attention_fp8_ops": "attention_fp8 attention_native attention_schedule launch",
+    "attention_round": "attention_codes attention_parts codec",
+    "attention_round_ops": "attention_native attention_round attention_schedule launch",
     "attention_blocks": "attention attention_gradients attention_parts",
     "attention_block_ops": "attention_blocks attention_schedule launch",
+    "attention_cross": "attention attention_parts",
+    "attention_cross_ops": "attention_cross attention_schedule launch proven",
+    "attention_rotary": "codec",
+    "attention_project": "attention_codes attention_parts attention_rotary codec",
+    "attention_project_ops": (
+        "attention_fp8_ops attention_native attention_project attention_schedule launch starting"
+    ),
+    "attention_fronted": (
+        "attention_fp8_ops attention_ops attention_project_ops attention_stream_ops"
+    ),
     "attention_ops": (
-        "attention attention_bias attention_block_ops attention_fp8_ops attention_gradients "
-        "attention_native attention_schedule launch"
+        "attention attention_bias attention_block_ops attention_cross_ops attention_fp8_ops "
+        "attention_gradients attention_native attention_round_ops attention_schedule "
+        "attention_stream_ops launch"
+    ),
+    "attention_stream": "",
+    "attention_stream_gradients": "attention_stream",
+    "attention_stream_ops": (
+        "attention_fp8_ops attention_gradients attention_native attention_project_ops "
+        "attention_schedule attention_stream attention_stream_gradients launch pipelined"
     ),
 }
 KERNELS_FOLDER = "backends.triton_kernels"
 SHARED = "errors formats tensor blocks rng"
 LOWPREC[f"lowprec.{KERNELS_FOLDER}"] = f"{SHARED} backends.facts " + " ".join(
-    f"{KERNELS_FOLDER}.{one}" for one in ("launch", "proven", "span_ops", "value_ops", "views")
+    f"{KERNELS_FOLDER}.{one}"
+    for one in ("launch", "matrices", "proven", "span_ops", "value_ops", "views")
 )
 LOWPREC |= {
     f"lowprec.{KERNELS_FOLDER}.{name}": " ".join(
@@ -218,6 +255,11 @@ LOWPREC |= {
 LOWPREC[f"lowprec.{KERNELS_FOLDER}.rotated"] += " rotation"
 LOWPREC[f"lowprec.{KERNELS_FOLDER}.attention_native"] += " attention_policy"
 LOWPREC[f"lowprec.{KERNELS_FOLDER}.attention_ops"] += " attention_call attention_policy"
+LOWPREC[f"lowprec.{KERNELS_FOLDER}.attention_fronted"] += (
+    " attention_call attention_front attention_policy"
+)
+LOWPREC[f"lowprec.{KERNELS_FOLDER}.attention_project_ops"] += " attention_front rotary"
+LOWPREC[f"lowprec.{KERNELS_FOLDER}.attention_rotary"] += " rotary"
 # Inside qualitygates: pure statistics know nothing of the files, the files nothing of training.
 QUALITYGATES: dict[str, str] = {
     "qualitygates": ANY,
@@ -339,27 +381,32 @@ QUALITYGATES: dict[str, str] = {
 # The sweep stands on everything else, and only the commands know it.
 SENSITIVITY = {
     "bisect": (
-        "errors experiment locking records | confirm driver effects groups measuring options pool"
-        " spec store writing"
+        "errors experiment locking records | driver effects groups measuring options pool spec "
+        "store writing"
     ),
     "branches": (
         "errors evaluating experiment grouping metrics running.places records runs seeding "
         "workload workloads.part | options"
     ),
+    "charging": " | effects groups search",
     "command": " | bisect driver report spec",
-    "confirm": "experiment gate slices | ",
+    "confirm": "controls verdict | ",
     "cost": "errors experiment | options reader",
     "driver": (
-        "experiment locking records workload | branches confirm groups measuring options pool "
-        "report search select spec store writing"
+        "experiment gate locking records workload | branches charging confirm groups measuring "
+        "options pool report search select spec store writing"
     ),
     "effects": "sequence | ",
     "groups": "errors | cost options spec",
     "measuring": "errors evaluating workload | branches effects pool screen spec store",
     "options": "errors | ",
     "pictures": "blocks plots | options",
-    "pool": "errors running.processes | ",
+    "pool": "errors running.processes running.ray_executor | ray_pool",
     "probes": " | options",
+    "ray_pool": (
+        "errors experiment records running.handover running.processes running.ray_executor | "
+        "branches measuring"
+    ),
     "reader": "errors experiment | ",
     "report": "blocks page plots records | options pictures select",
     "screen": "errors | options probes",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -103,9 +103,7 @@ def _multiply(
 ) -> torch.Tensor:
     """One product by its policy; right operands of fewer heads serve groups of heads."""
     product = getattr(policy, name)
-    casts: Any = (None, None)
-    if isinstance(product, AttentionGemm):
-        casts = (product.left, product.right)
+    casts = product.casts if isinstance(product, AttentionGemm) else (None, None)
     a, b = (
         _operand(arithmetic, t, cast, axis)
         for t, cast, axis in zip((left, right), casts, _AXES[name], strict=True)
@@ -142,7 +140,7 @@ class _Sequence(NamedTuple):
     def left(self, name: str, t: torch.Tensor) -> torch.Tensor:
         """`t` as it enters a product on the left."""
         product = getattr(self.policy, name)
-        cast = product.left if isinstance(product, AttentionGemm) else None
+        cast = product.casts[0] if isinstance(product, AttentionGemm) else None
         return _operand(self.arithmetic, t, cast, _AXES[name][0])
 
     def scores(self) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 
 from lowprec.attention_call import AttentionCall
+from lowprec.attention_front import Front
 from lowprec.attention_policy import AttentionPolicy
 from lowprec.backends.attention_facts import AttentionFacts
 from lowprec.backends.triton_kernels import missing
@@ -37,16 +38,21 @@ def refuse_attention(facts: AttentionFacts) -> str | None:
     return missing() or _unproven(facts.policy)
 
 
-def _unproven(policy: AttentionPolicy) -> str | None:
+def refuse_front(policy: AttentionPolicy) -> str | None:
+    """Why norm and rotary embedding run in PyTorch before the kernels of a policy, or None."""
+    return _unproven(policy, "front + ")
+
+
+def _unproven(policy: AttentionPolicy, before: str = "") -> str | None:
     """Why kernels that have not passed their tests on a GPU are not taken."""
     what = policy.text if policy.quantizes else "bf16"
-    if f"attention {what}" in PROVEN:
+    if f"{before}attention {what}" in PROVEN:
         return None
-    return f"the kernels of {what} attention are not proven on a GPU yet"
+    return f"the kernels of {before}{what} attention are not proven on a GPU yet"
 
 
-def _kernels() -> Any:
-    return import_module("lowprec.backends.triton_kernels.attention_ops")
+def _kernels(name: str = "attention_ops") -> Any:
+    return import_module(f"lowprec.backends.triton_kernels.{name}")
 
 
 def attention_forward(
@@ -83,3 +89,32 @@ def attention_backward(
     tensors = (do, q, k, v, o, lse, cu_q, cu_k)
     dq, dk, dv, dbias = _kernels().attention_backward(*tensors, call=call, policy=policy, bias=bias)
     return dq, dk, dv, dbias
+
+
+def fronted_forward(
+    tensors: tuple[torch.Tensor, ...],
+    weights: tuple[torch.Tensor | None, torch.Tensor | None],
+    *,
+    front: Front,
+    call: AttentionCall,
+    policy: AttentionPolicy,
+    bias: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o and lse of q, k, v, cu_q, cu_k before their front, which the kernels compute."""
+    how: dict[str, Any] = {"front": front, "call": call, "policy": policy, "bias": bias}
+    o, lse = _kernels("attention_fronted").forward(tensors, weights, **how)
+    return o, lse
+
+
+def fronted_backward(
+    tensors: tuple[torch.Tensor, ...],
+    weights: tuple[torch.Tensor | None, torch.Tensor | None],
+    *,
+    front: Front,
+    call: AttentionCall,
+    policy: AttentionPolicy,
+    bias: torch.Tensor | None,
+) -> list[torch.Tensor | None]:
+    """dq, dk, dv, dbias and gradients of the weights, of do, q, k, v, o, lse, cu_q, cu_k."""
+    how: dict[str, Any] = {"front": front, "call": call, "policy": policy, "bias": bias}
+    return list(_kernels("attention_fronted").backward(tensors, weights, **how))

@@ -29,6 +29,7 @@ from lowprec.rng import RandomStream
 from lowprec.tensor import QuantizedTensor
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
+_MANY_SUMS = 1 << 24
 
 
 def refuse(op: str, facts: Facts) -> str | None:
@@ -204,6 +205,10 @@ def matmul(
 ) -> torch.Tensor:
     """a [M, K] times b [N, K] transposed: exact operands, float32 sums, one rounding at the end."""
     (left, left_scale), (right, right_scale) = _operand(a), _operand(b)
+    if left_scale is None and right_scale is None and _at_once(left, right, bias, out_dtype):
+        if bias is None:
+            return torch.mm(left, right.mT)
+        return torch.addmm(bias.detach(), left, right.mT)
     if left.dtype == torch.float64:
         product = left @ right.mT
     elif left.is_cuda:
@@ -221,3 +226,17 @@ def matmul(
     if bias is not None:
         product += bias.to(product.dtype)
     return product.to(out_dtype)
+
+
+def _at_once(
+    left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype
+) -> bool:
+    """Whether the vendor's bf16 product, which rounds by itself, is as precise.
+
+    Of a result this large every multiprocessor has tiles enough: no reason to split the sums, whose
+    parts would be added after rounding to bf16. Smaller ones are written in float32 first, which
+    costs them little.
+    """
+    types = {left.dtype, right.dtype, out_dtype} | ({bias.dtype} if bias is not None else set())
+    large = left.shape[0] * right.shape[0] >= _MANY_SUMS
+    return large and left.is_cuda and types == {torch.bfloat16}

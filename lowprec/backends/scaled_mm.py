@@ -207,23 +207,22 @@ def matmul(
         return _no_sums(a, rows, columns, bias, out_dtype)
     inside = bias is not None and bias.dtype == out_dtype == torch.bfloat16
     a_codes, b_codes = _codes(a, left), _codes(b, right)
-    b_rows = b_codes.shape[0]
+    a_rows, b_rows = a_codes.shape[0], b_codes.shape[0]
+    narrow = out_dtype == torch.bfloat16 and (inside or bias is None)
     product: torch.Tensor = functional.scaled_mm(
         a_codes,
         b_codes.mT,
-        left.lay_out(a, a_codes.shape[0]),
+        left.lay_out(a, a_rows),
         left.scaling,
         right.lay_out(b, b_rows),
         right.scaling,
         swizzle_a=left.swizzle,
         swizzle_b=right.swizzle,
         bias=_vector(bias, b_rows) if inside and bias is not None else None,
-        output_dtype=torch.bfloat16
-        if out_dtype == torch.bfloat16 and (inside or bias is None)
-        else torch.float32,
+        output_dtype=torch.bfloat16 if narrow else torch.float32,
         use_fast_accum=False,
     )
-    if product.shape != (rows, columns):
+    if a_rows != rows or b_rows != columns:
         product = product[:rows, :columns].contiguous()
     return _finished(product, None if inside else bias, out_dtype)
 
@@ -259,15 +258,10 @@ def _codes(q: QuantizedTensor, side: Side) -> torch.Tensor:
     """Codes [rows, K] in the element's dtype, padded; copied only where they do not lie right."""
     codes = q.codes
     rows, depth = codes.shape
-    missing = -depth % side.depth, -rows % side.rows
-    if any(missing):
-        codes = functional.pad(codes, (0, missing[0], 0, missing[1]))
-    elif (
-        codes.stride(1) != 1
-        or codes.stride(0) % 16
-        or codes.stride(0) < depth
-        or codes.data_ptr() % 16
-    ):
+    pitch, unit = codes.stride()
+    if depth % side.depth or rows % side.rows:
+        codes = functional.pad(codes, (0, -depth % side.depth, 0, -rows % side.rows))
+    elif unit != 1 or pitch % 16 or pitch < depth or codes.data_ptr() % 16:
         codes = codes.clone(memory_format=torch.contiguous_format)
     dtype = q.format.element.torch_dtype
     if dtype is not None:

@@ -12,7 +12,7 @@ from lowprec.nn.gated_linear import GatedLinear
 from lowprec.nn.linear import Linear
 from lowprec.nn.norm_linear import NormLinear
 from lowprec.nn.products import Products
-from lowprec.nn.rotary import Rotary
+from lowprec.rotary import Rotary
 
 REPLACEMENTS: Final[MappingProxyType[type[torch.nn.Module], type[Linear]]] = MappingProxyType(
     {torch.nn.Linear: Linear}

@@ -9,6 +9,7 @@ from torch import nn
 
 from lowprec.attention_call import NO_MASK, AttentionCall, Mask
 from lowprec.attention_checks import check_call, check_dense, check_offsets, check_tensors
+from lowprec.attention_front import Front
 from lowprec.attention_ops import AttentionRecord, How, attend
 from lowprec.attention_policy import AttentionPolicy
 from lowprec.attention_stages import AttentionStage
@@ -16,7 +17,9 @@ from lowprec.errors import UnsupportedError
 from lowprec.hardware import current
 from lowprec.nn.operands import autocast_dtype
 from lowprec.nn.position import At
-from lowprec.nn.rotary import Rotary, positions
+from lowprec.rotary import Rotary
+
+Weights = tuple[torch.Tensor, torch.Tensor]
 
 
 class AttentionProducts:
@@ -59,8 +62,9 @@ class AttentionProducts:
         bias: torch.Tensor | None,
         *,
         check: bool,
+        before: tuple[Front | None, Weights | None] = (None, None),
     ) -> torch.Tensor:
-        """o [Tq, H, D] by the stage in force, counted."""
+        """o [Tq, H, D] by the stage in force, counted; before: `front` and `weights` of How."""
         if torch.is_grad_enabled() and self.untold:
             raise UnsupportedError(
                 f"attention {self.layer!r} changes its precision on a schedule: call "
@@ -68,7 +72,8 @@ class AttentionProducts:
             )
         check_tensors(*qkv, bias)
         # The backend by what arrives: a plan knows neither head dim nor dtype.
-        how = How(call, self.stage.policy.text, "", self.record.key, check)
+        text, key = self.stage.policy.text, self.record.key
+        how = How(call, text, "", key, check, *before)
         return attend(qkv, *cu, bias, how)
 
 
@@ -79,7 +84,9 @@ class Attention(nn.Module):
     q [B, Lq, H, D], k and v [B, Lk, Hkv, D] without cu_seqlens, the case of equal lengths. Output
     in the shape and dtype of q (the autocast dtype when autocast is on). policy: until a plan says
     otherwise. qk_norm: the head dim, for an RMSNorm of q and k with a weight each. rotary: applied
-    after it, in PyTorch operations of their own. The other arguments: lowprec.ops.attention.
+    after it. Both are part of the attention (lowprec.attention_front): kernels compute them in the
+    pass that casts, and q and k are kept for the backward pass as they came. The other arguments:
+    lowprec.ops.attention.
     """
 
     def __init__(
@@ -150,11 +157,10 @@ class Attention(nn.Module):
         check: bool,
     ) -> torch.Tensor:
         q, k, v = qkv
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = _normed(self.q_norm, q), _normed(self.k_norm, k)
-        if self.rotary is not None:
-            q = self.rotary.rotate(q, positions(*cu, q.shape[0]))
-            k = self.rotary.rotate(k, positions(cu[1], cu[1], k.shape[0]))
+        norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
+        weights = None if norms is None else _weights(norms)
+        if norms is not None and weights is None:
+            q, k = (_normed(norm, x) for norm, x in zip(norms, (q, k), strict=True))
         dtype = autocast_dtype(v)
         if dtype is not None:
             q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -164,13 +170,32 @@ class Attention(nn.Module):
             q.shape[-1] ** -0.5 if self.scale is None else self.scale,
             bias is not None and bias.requires_grad,
         )
-        return self.lowprec_attention.attend((q, k, v), cu, call, bias, check=check)
+        front = None
+        if weights is not None or self.rotary is not None:
+            front = Front(1.0 if norms is None else _eps(norms[0]), self.rotary)
+        return self.lowprec_attention.attend(
+            (q, k, v), cu, call, bias, check=check, before=(front, weights)
+        )
 
     def extra_repr(self) -> str:
         """Activation, mask and the precision of each product."""
         policy = self.lowprec_attention.stage.policy
         products = ", ".join(f"{name}={product}" for name, product in policy.items())
         return f"{self.activation}, mask={self.mask}, {products}"
+
+
+def _weights(norms: tuple[nn.RMSNorm, nn.RMSNorm]) -> Weights | None:
+    """Weights of norms that are what they look like; None where something acts on the modules."""
+    for one in norms:
+        hooked = one._forward_pre_hooks or one._forward_hooks or one._backward_hooks
+        plain = type(one) is nn.RMSNorm and type(one.weight) in (torch.Tensor, nn.Parameter)
+        if hooked or not plain or _eps(one) != _eps(norms[0]):
+            return None
+    return norms[0].weight, norms[1].weight
+
+
+def _eps(norm: nn.RMSNorm) -> float:
+    return torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps
 
 
 def _normed(norm: nn.RMSNorm, x: torch.Tensor) -> torch.Tensor:

@@ -77,7 +77,7 @@ class GatedLinear(nn.Module):
         gate = x[..., : linear.in_features]
         weight, out_dtype, keep = linear._prepared(gate)
         call = _Call(linear.lowprec_products, self._activation, out_dtype, keep)
-        x_MX = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+        x_MX = x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
         y_MN: torch.Tensor = _GatedLinearFunction.apply(  # type: ignore[no-untyped-call]
             call, x_MX, weight, linear.bias
         )
@@ -123,6 +123,7 @@ class _GatedLinearFunction(torch.autograd.Function):
         y_MN: torch.Tensor = found[0]
         kept = found[1:]
         ctx.columns, ctx.bias_dtype = w_NK.shape[1], None if b_N is None else b_N.dtype
+        ctx.weight = w_NK if products.main_grad else None
         ctx.by_kernel = in_kernel(stage)
         of_x = for_dgrad or (for_wgrad and not keep)
         ctx.x_dtype = x_MX.dtype
@@ -145,9 +146,10 @@ class _GatedLinearFunction(torch.autograd.Function):
             da_MK = products.run(which, dy_MN, [w_NK], at=at)
         elif of_w:
             dw_NK = products.run(which._replace(product=WGRAD), dy_MN, kept, at=at)
-        dw_NK = None if dw_NK is None else dw_NK.to(ctx.x_dtype)
+        dw_NK = products.weight_gradient(ctx.weight, dw_NK, ctx.x_dtype)
         if da_MK is not None:
-            dx_MX = _through_activation(ctx, da_MK.to(ctx.x_dtype), x_MX)
+            da_MK = da_MK if da_MK.dtype == ctx.x_dtype else da_MK.to(ctx.x_dtype)
+            dx_MX = _through_activation(ctx, da_MK, x_MX)
         if ctx.bias_dtype is not None and of_b:
             wide = torch.promote_types(dy_MN.dtype, torch.float32)
             db_N = dy_MN.sum(0, dtype=wide).to(ctx.bias_dtype)

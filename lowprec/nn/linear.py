@@ -8,7 +8,7 @@ Dimensions: M rows (tokens), K in_features, N out_features.
 
 from __future__ import annotations
 
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowprec.errors import UnsupportedError
 from lowprec.hardware import current
+from lowprec.nn import main_grad
 from lowprec.nn.operands import DGRAD, WGRAD, Which, autocast_dtype
 from lowprec.nn.products import Products
 from lowprec.policy import SKIP, LinearPolicy
@@ -56,7 +57,7 @@ class Linear(torch.nn.Linear):
         """Apply the layer; raises UnsupportedError for a shape or dtype that it cannot take."""
         x = input
         weight, out_dtype, keep = self._prepared(x)
-        x_MK = x.reshape(x.shape[:-1].numel(), self.in_features)
+        x_MK = x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), self.in_features)
         y_MN = _LinearFunction.apply(  # type: ignore[no-untyped-call]
             x_MK, weight, self.bias, self.lowprec_products, out_dtype, keep
         )
@@ -90,7 +91,10 @@ class Linear(torch.nn.Linear):
             )
         if products.stage.policy.wgrad is SKIP:
             weight = weight.detach()
-        return weight, out_dtype, (training and x.requires_grad, training and weight.requires_grad)
+        for_wgrad = training and weight.requires_grad
+        if for_wgrad and products.main_grad:
+            main_grad.check(weight, products.layer)
+        return weight, out_dtype, (training and x.requires_grad, for_wgrad)
 
     def _output_dtype(self, x: torch.Tensor) -> torch.dtype:
         autocast = autocast_dtype(x)
@@ -115,14 +119,6 @@ class Linear(torch.nn.Linear):
         return f"{super().extra_repr()}, {products}"
 
 
-_HOOKS: Final = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
-
-
 def is_one_step(
     linear: torch.nn.Module,
     tensors: tuple[torch.Tensor | None, ...],
@@ -136,10 +132,14 @@ def is_one_step(
     x = tensors[0]
     if x is None or type(linear) is not Linear:
         return False
-    watched = any(getattr(one, name) for one in (*before, linear) for name in _HOOKS)
+    for one in (*before, linear):
+        if one._forward_hooks or one._forward_pre_hooks:
+            return False
+        if one._backward_hooks or one._backward_pre_hooks:
+            return False
     dtypes = {one.dtype for one in tensors if one is not None}
     plain = x.dtype in (torch.float32, torch.bfloat16) and autocast_dtype(x) is None
-    return not watched and len(dtypes) == 1 and plain
+    return len(dtypes) == 1 and plain
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -159,6 +159,7 @@ class _LinearFunction(torch.autograd.Function):
         y_MN, kept = products.project(x_MK, w_NK, bias=b_N, at=at, keep=keep)
         ctx.save_for_backward(w_NK if for_dgrad else None, at, *kept)
         ctx.columns, ctx.x_dtype, ctx.w_dtype = w_NK.shape[1], x_MK.dtype, w_NK.dtype
+        ctx.weight = w_NK if products.main_grad else None
         ctx.bias_dtype = None if b_N is None else b_N.dtype
         # No conversion to the same dtype: torch 2.11 traces it as a second output without gradient,
         # and as both are one tensor the whole backward pass would run on zeros.
@@ -178,8 +179,9 @@ class _LinearFunction(torch.autograd.Function):
             dx_MK = products.run(which, dy_MN, [w_NK], at=at)
         elif of_w:
             dw_NK = products.run(which._replace(product=WGRAD), dy_MN, kept, at=at)
-        dx_MK = None if dx_MK is None else dx_MK.to(ctx.x_dtype)
-        dw_NK = None if dw_NK is None else dw_NK.to(ctx.w_dtype)
+        if dx_MK is not None and dx_MK.dtype != ctx.x_dtype:
+            dx_MK = dx_MK.to(ctx.x_dtype)
+        dw_NK = products.weight_gradient(ctx.weight, dw_NK, ctx.w_dtype)
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
             wide = torch.promote_types(dy_MN.dtype, torch.float32)
             db_N = dy_MN.sum(0, dtype=wide).to(ctx.bias_dtype)

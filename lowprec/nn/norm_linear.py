@@ -83,7 +83,9 @@ class NormLinear(nn.Module):
         products = linear.lowprec_products
         call = _Call(products, Norm(eps, centered), out_dtype, (for_dgrad, for_wgrad))
         shape = (x.shape[:-1].numel(), linear.in_features)
-        rows, added = (None if t is None else t.reshape(shape) for t in (x, residual))
+        rows, added = x, residual
+        if x.ndim != 2:
+            rows, added = x.reshape(shape), None if residual is None else residual.reshape(shape)
         found: Any = _NormLinearFunction.apply(  # type: ignore[no-untyped-call]
             call, rows, added, norm.weight, bias, weight, linear.bias
         )
@@ -134,6 +136,7 @@ class _NormLinearFunction(torch.autograd.Function):
         if residual is not None:
             source, rest = rest[0], rest[1:]
         ctx.columns, ctx.bias_dtype = w_NK.shape[1], None if b_N is None else b_N.dtype
+        ctx.weight = w_NK if products.main_grad else None
         keeps = for_dgrad or for_wgrad
         ctx.save_for_backward(
             w_NK if for_dgrad else None,
@@ -167,9 +170,10 @@ class _NormLinearFunction(torch.autograd.Function):
             dn_MK = products.run(which, dy_MN, [w_NK], at=at)
         elif of_w:
             dw_NK = products.run(which._replace(product=WGRAD), dy_MN, kept, at=at)
-        dw_NK = None if dw_NK is None else dw_NK.to(source.dtype)
+        dw_NK = products.weight_gradient(ctx.weight, dw_NK, source.dtype)
         if dn_MK is not None:
-            found = _through_norm(ctx, (dn_MK.to(source.dtype), passed), source, statistics)
+            dn_MK = dn_MK if dn_MK.dtype == source.dtype else dn_MK.to(source.dtype)
+            found = _through_norm(ctx, (dn_MK, passed), source, statistics)
             dx_MK, at_next = found[0], 1
             for index, one in enumerate((weight, bias)):
                 if one is not None:

@@ -18,7 +18,7 @@ from lowprec.formats import Cast
 from lowprec.nn.position import At, Position
 from lowprec.nn.weight_codes import WeightCodes, may_be_gathered, reusable
 from lowprec.packing import pack_codes, unpack_codes
-from lowprec.policy import PRODUCTS, Gemm
+from lowprec.policy import PRODUCTS, Gemm, Product
 from lowprec.rng import RandomStream
 from lowprec.rotation import Side, rotate
 from lowprec.stages import Stage
@@ -43,6 +43,64 @@ class Which(NamedTuple):
     def read(cls, numbers: Sequence[int]) -> Which:
         """From the numbers that traced ops pass, whatever follows them."""
         return cls(numbers[0], numbers[1], numbers[2], bool(numbers[3]))
+
+
+class Facts(NamedTuple):
+    """What a stage says of one of its products, read once."""
+
+    precision: Product
+    label: str
+    backend: str
+    reusable: bool
+
+
+def facts_of(stage: Stage) -> tuple[Facts | None, ...]:
+    """Of each product of a stage, None for one that is skipped."""
+    found: list[Facts | None] = []
+    for name, precision in stage.policy.items():
+        backends = stage.backends.get(name)
+        if backends is None:
+            found.append(None)
+            continue
+        found.append(Facts(precision, str(precision), backends.product, reusable(precision)))
+    return tuple(found)
+
+
+def enters_as_values(stage: Stage, name: str, cast: Cast) -> bool:
+    """Whether an operand that is cast by the kernels enters an emulated product as bf16 values."""
+    return stage.backends[name].product == "emulated" and triton_kernels.fits_round_trip(cast)
+
+
+class Pair(NamedTuple):
+    """Two casts of one tensor, along its rows and down its columns, that one read can make.
+
+    Not where both enter emulated products: each as values by one kernel moves fewer bytes.
+    """
+
+    casts: tuple[Cast, Cast]
+    roles: tuple[str, str]
+    """What random bits are drawn for; empty for a cast that draws none."""
+
+    @classmethod
+    def of(cls, stage: Stage, across: tuple[int, int], down: tuple[int, int]) -> Pair | None:
+        """Each is named by product and side. None for a rotation, an unquantized operand, and a
+        backend that would read the tensor twice."""
+        casts, roles, values = [], [], []
+        for product, side in (across, down):
+            name = PRODUCTS[product]
+            gemm = getattr(stage.runs, name)
+            if not isinstance(gemm, Gemm) or gemm.rotation is not None:
+                return None
+            if getattr(stage.backends[name], _SIDES[side]) != "triton":
+                return None
+            cast = (gemm.left, gemm.right)[side]
+            casts.append(cast)
+            roles.append(f"{name}.{OPERANDS[product][side]}" if cast.stochastic else "")
+            kept = (product, side) == (WGRAD, 1)  # as codes, for backward
+            values.append(not kept and enters_as_values(stage, name, cast))
+        if all(values):
+            return None
+        return cls((casts[0], casts[1]), (roles[0], roles[1]))
 
 
 class CastAlready(NamedTuple):
@@ -79,6 +137,10 @@ class Operands:
     layer: str
     stages: tuple[Stage, ...]
     seeds: tuple[int, ...]
+    facts: tuple[tuple[Facts | None, ...], ...]
+    """By stage and product."""
+    pairs: dict[tuple[int, int, int], Pair | None]
+    """By stage and the two operands, as `cast_both` is asked for them."""
     position: Position
     weights: WeightCodes
     monitor: Monitor | None
@@ -91,15 +153,16 @@ class Operands:
         fprop casts it for dgrad too where one read does both.
         """
         product, index, told = which.product, which.stage, self.position.told
-        policy = self.stages[index].policy
-        if self.monitor is not None or not reusable(getattr(policy, PRODUCTS[product])):
+        facts = self.facts[index]
+        of_product, of_dgrad = facts[product], facts[DGRAD]
+        if self.monitor is not None or of_product is None or not of_product.reusable:
             return self.operand(product, 1, w_NK, at, index)
         held = self.weights.get(product, w_NK, index, told)
         if held is not None:
             return held
         both = None
         ahead = which.ahead and not may_be_gathered()
-        if product == FPROP and ahead and reusable(policy.dgrad):
+        if product == FPROP and ahead and of_dgrad is not None and of_dgrad.reusable:
             both = self.cast_both((FPROP, 1), (DGRAD, 1), w_NK, at, index)
         if both is None:
             held = self.operand(product, 1, w_NK, at, index)
@@ -119,34 +182,41 @@ class Operands:
     ) -> tuple[QuantizedTensor, QuantizedTensor] | None:
         """t [R, C] cast along C for one product and along R for another, in one read.
 
-        Each is named by product and side. None where they cannot be: a rotation, an unquantized
-        operand, someone who watches, a backend that would read t twice.
+        Each is named by product and side. None where they cannot be: see Pair, and where someone
+        watches or the tensor is cast already.
         """
         if self.monitor is not None or hasattr(t, "lowprec_quantized"):
             return None
-        stage, seed = self.stages[index], self.seeds[index]
-        casts, streams, backends = [], [], set()
-        for product, side in (across, down):
-            name = PRODUCTS[product]
-            gemm = getattr(stage.runs, name)
-            if not isinstance(gemm, Gemm) or gemm.rotation is not None:
-                return None
-            cast, role = (gemm.left, gemm.right)[side], f"{name}.{OPERANDS[product][side]}"
-            casts.append(cast)
-            backends.add(getattr(stage.backends[name], _SIDES[side]))
-            drawn = cast.stochastic
-            streams.append(self._stream(role, at, seed, rows=t.shape[0]) if drawn else None)
-        if backends != {"triton"}:
+        key = index, 2 * across[0] + across[1], 2 * down[0] + down[1]
+        try:
+            pair = self.pairs[key]
+        except KeyError:
+            pair = self.pairs[key] = Pair.of(self.stages[index], across, down)
+        if pair is None:
             return None
-        with no_autocast(t):
-            return ops.quantize_both(
-                t, (casts[0], casts[1]), generators=(streams[0], streams[1]), backend="triton"
-            )
+        if pair.roles == ("", ""):
+            return triton_kernels.quantize_both(t, *pair.casts)
+        seed, rows = self.seeds[index], t.shape[0]
+        first, second = (
+            self._stream(role, at, seed, rows=rows) if role else None for role in pair.roles
+        )
+        return triton_kernels.quantize_both(t, *pair.casts, streams=(first, second))
 
     def operand(
-        self, product: int, side: int, t: torch.Tensor, at: torch.Tensor | None, index: int
+        self,
+        product: int,
+        side: int,
+        t: torch.Tensor,
+        at: torch.Tensor | None,
+        index: int,
+        *,
+        codes: bool = False,
     ) -> torch.Tensor | QuantizedTensor:
-        """An operand as it enters the GEMM: contraction last, rotated and cast by stage `index`."""
+        """An operand as it enters the GEMM: contraction last, rotated and cast by stage `index`.
+
+        Where the product is emulated, the kernels may give its values in bf16 in place of codes,
+        unless `codes` are asked for.
+        """
         stage, seed = self.stages[index], self.seeds[index]
         name, operand, axis = PRODUCTS[product], OPERANDS[product][side], _AXES[product][side]
         rows = t.shape[0]
@@ -174,15 +244,18 @@ class Operands:
             generator = self._stream(f"{name}.{operand}", at, seed, rows=rows)
         if fused and rotation is not None:
             streams = (signs, generator)
-            q: QuantizedTensor = triton_kernels.rotate_quantize(
+            q: Any = triton_kernels.rotate_quantize(
                 t, rotation, cast, axis=axis, side=_SIDES[side], streams=streams
             )
+        elif backend == "triton" and not codes and enters_as_values(stage, name, cast):
+            q = triton_kernels.round_trip(t, cast, axis=axis)
         else:
             runs = getattr(stage.runs, name)
             q = ops.quantize(
                 t, (runs.left, runs.right)[side], axis=axis, generator=generator, backend=backend
             )
-        return q if axis == -1 else q.mT
+        result: torch.Tensor | QuantizedTensor = q if axis == -1 else q.mT
+        return result
 
     def _rotates_in_cast(self, cast: Cast | None, backend: str) -> bool:
         """Whether one kernel rotates and casts; what watches wants to see the rotated values."""
@@ -219,9 +292,11 @@ def restored(
     """x cast along M, as [K, M], from what was kept; `rows` without the rotation's padding."""
     rows = rows if gemm.rotation is None else gemm.rotation.padded(rows)
     fmt = gemm.right.format
-    codes = unpack_codes(parts[0], fmt.element.bits, (rows, columns))
+    codes = parts[0]
+    if codes.shape != (rows, columns) or fmt.element.bits != 8:
+        codes = unpack_codes(codes, fmt.element.bits, (rows, columns))
     outer = parts[2] if fmt.outer else None
-    return QuantizedTensor(codes, parts[1], fmt, -2, outer).mT
+    return QuantizedTensor(codes.mT, parts[1].mT, fmt, -1, outer)
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
@@ -232,8 +307,11 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device)
 
 
+_AS_IT_IS: Final = nullcontext()
+
+
 def no_autocast(x: torch.Tensor) -> AbstractContextManager[Any]:
     """Autocast would round the float32 operands of an emulated product."""
     if autocast_dtype(x) is None:
-        return nullcontext()
+        return _AS_IT_IS
     return torch.autocast(x.device.type, enabled=False)

@@ -17,14 +17,18 @@ from typing import Any
 import torch
 
 from lowprec import ops
+from lowprec.nn import main_grad
 from lowprec.nn.operands import (
     DGRAD,
     FPROP,
     WGRAD,
+    Facts,
     Monitor,
     Operands,
+    Pair,
     Which,
     autocast_dtype,
+    facts_of,
     no_autocast,
     parts_of,
     restored,
@@ -56,9 +60,13 @@ class Products(Operands):
     def __init__(self, stages: tuple[Stage, ...], *, layer: str, seed: int) -> None:
         # A flag beside `position.told`, which changes every step: tracing guards on what it reads.
         self.started = False
+        self.main_grad = False
+        self.made_main_grad = False
         self.layer = layer
         self.stages: tuple[Stage, ...] = ()
         self.seeds: tuple[int, ...] = ()
+        self.facts: tuple[tuple[Facts | None, ...], ...] = ()
+        self.pairs: dict[tuple[int, int, int], Pair | None] = {}
         self._take(stages, seed)
         self.position = Position()
         self.weights = WeightCodes()
@@ -71,6 +79,8 @@ class Products(Operands):
         self.first = self.active = len(self.stages)
         self.stages = (*self.stages, *stages)
         self.seeds = (*self.seeds, *[seed] * len(stages))
+        self.facts = (*self.facts, *map(facts_of, stages))
+        self.random = tuple(stage.policy.random for stage in self.stages)
         # Text that tracing cannot make by itself.
         self.wgrad_texts = tuple(str(stage.runs.wgrad) for stage in self.stages)
 
@@ -97,7 +107,7 @@ class Products(Operands):
 
     def now(self, x_MK: torch.Tensor) -> torch.Tensor | None:
         """The moment of this forward call, int64 [3], or None where no random bits are drawn."""
-        if not self.stage.policy.random:
+        if not self.random[self.active]:
             return None
         if torch.compiler.is_compiling():
             moment: torch.Tensor = traced().moment(x_MK, self.key)
@@ -156,28 +166,31 @@ class Products(Operands):
     ) -> torch.Tensor:
         """`run` outside of tracing; a left operand that is cast already is taken as it is."""
         product, stage = which.product, self.stages[which.stage]
-        precision = getattr(stage.policy, PRODUCTS[product])
+        facts = self.facts[which.stage][product]
+        assert facts is not None  # a skipped product never runs
         if self.monitor is not None and product == FPROP:
             self.monitor.forward_begins()
+        codes = left.codes if isinstance(left, QuantizedTensor) else left
         dtype = torch.bfloat16
         if not isinstance(left, QuantizedTensor):
-            dtype = result_dtype(left, precision)
-        with no_autocast(left.codes if isinstance(left, QuantizedTensor) else left):
+            dtype = result_dtype(left, facts.precision)
+        if product == WGRAD and self.main_grad and dtype == torch.bfloat16:
+            dtype = torch.float32
+        with no_autocast(codes):
             a: Any = left
             if not isinstance(left, QuantizedTensor):
                 a = self.operand(product, 0, left, at, which.stage)
             kept = stage.runs.wgrad
             if product == WGRAD and isinstance(kept, Gemm):
                 # dy comes as [M, N], or cast already as [N, M].
-                rows = left.shape[1] if isinstance(left, QuantizedTensor) else left.shape[0]
+                rows = left.shape[0] if left is codes else left.shape[1]
                 b: Any = restored(right, kept, rows=rows, columns=which.columns)
             elif product == WGRAD:
                 b = self.operand(product, 1, right[0], at, which.stage)
             else:
                 b = self.weight(which, right[0], at)
-            backend = stage.backends[PRODUCTS[product]].product
-            result = ops.matmul(a, b, bias=bias, out_dtype=dtype, backend=backend)
-        key = "float64" if dtype == torch.float64 else str(precision)
+            result = ops.matmul(a, b, bias=bias, out_dtype=dtype, backend=facts.backend)
+        key = "float64" if dtype == torch.float64 else facts.label
         self.counts[product][key] = self.counts[product].get(key, 0) + 1
         return result
 
@@ -256,16 +269,24 @@ class Products(Operands):
         """`gradients` outside of tracing."""
         pair = self.cast_both((DGRAD, 0), (WGRAD, 0), dy_MN, at, which.stage)
         by_row, by_column = (dy_MN, dy_MN) if pair is None else (pair[0], pair[1].mT)
-        dgrad, wgrad = (which._replace(product=one) for one in (DGRAD, WGRAD))
+        dgrad, wgrad = (Which(one, which.stage, which.columns) for one in (DGRAD, WGRAD))
         dx_MK = self.run_now(dgrad, by_row, [w_NK], bias=None, at=at)
         return dx_MK, self.run_now(wgrad, by_column, kept, bias=None, at=at)
+
+    def weight_gradient(
+        self, weight: torch.Tensor, dw_NK: torch.Tensor | None, dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """What autograd gets of dw: dw in `dtype`, or nothing where it goes to main_grad."""
+        if dw_NK is None or not self.main_grad:
+            return dw_NK if dw_NK is None or dw_NK.dtype == dtype else dw_NK.to(dtype)
+        return main_grad.accumulate(weight, dw_NK)
 
     def keep_now(
         self, x_MK: torch.Tensor, at: torch.Tensor | None, stage_index: int
     ) -> list[torch.Tensor]:
         """What a quantized wgrad needs of x, cast by itself, outside of tracing."""
         with no_autocast(x_MK):
-            q_KM: Any = self.operand(WGRAD, 1, x_MK, at, stage_index)
+            q_KM: Any = self.operand(WGRAD, 1, x_MK, at, stage_index, codes=True)
         return parts_of(q_KM.mT)
 
 

@@ -6,8 +6,8 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -49,7 +49,6 @@ class RayTasks:
         self.ray = _import_ray()
         self.cluster, self.workers = cluster, workers
         self.started = ExitStack()
-        self.task: Any = None
 
     def __enter__(self) -> Self:
         return self
@@ -72,28 +71,66 @@ class RayTasks:
         """
         if not jobs:
             return
-        submit = self._submitter(experiment, shown)
-        pending = {submit(job): (job, 0) for job in jobs}
+        packed, program = pack_experiment(experiment), program_here()
+
+        def asked(job: Job) -> str:
+            key = content_hash(run_inputs(experiment, job.arm, job.seed))
+            return canonical_json(
+                {"arm": job.arm, "seed": job.seed, "key": key, "program": program}
+            )
+
+        texts = {f"{job.arm}, seed {job.seed}": (packed, asked(job)) for job in jobs}
+        named = dict(zip(texts, jobs, strict=True))
+        with closing(self.outcomes(experiment, remote_work, texts, note=shown.note)) as outcomes:
+            for where, outcome in outcomes:
+                yield named[where], records_of(outcome, where=where)
+
+    def outcomes(
+        self,
+        experiment: Experiment,
+        function: Callable[[str, str], str],
+        texts: Mapping[str, tuple[str, str]],
+        *,
+        note: Callable[[str], None],
+    ) -> Generator[tuple[str, str], None, None]:
+        """The outcome of `function` on each pair of texts, by the name of the pair, as they finish.
+
+        The first texts of many pairs are the same: each is put into Ray's store once. A task has
+        the CPUs and GPUs of a run of the experiment. Raises as `results` does.
+        """
+        options = self._options(experiment, function, note)
+        put = {first: self.ray.put(first) for first, _ in texts.values()}
+
+        def submit(where: str) -> Any:
+            first, second = texts[where]
+            return options.remote(put[first], second)
+
+        pending = {submit(where): (where, 0) for where in texts}
         try:
             while pending:
                 (done,), _ = self.ray.wait(list(pending), num_returns=1)
-                job, lost = pending.pop(done)
-                records = self._records(done, job, lost)
-                if records is None:
-                    shown.note(f"{job.arm}, seed {job.seed}: its worker was lost; once more")
-                    pending[submit(job)] = (job, lost + 1)
+                where, lost = pending.pop(done)
+                outcome = self._outcome(done, where, lost)
+                if outcome is None:
+                    note(f"{where}: its worker was lost; once more")
+                    pending[submit(where)] = (where, lost + 1)
                 else:
-                    yield job, records
+                    yield where, outcome
         finally:
             for one in pending:
                 with suppress(Exception):
                     self.ray.cancel(one, force=True)
 
-    def _submitter(self, experiment: Experiment, shown: Progress) -> Any:
-        if self.task is None:
-            self.started.enter_context(_ray(self.ray, self.cluster, self.workers, experiment))
-            # Retried here, not by Ray, so that the bound holds for every way of losing a worker.
-            self.task = self.ray.remote(max_retries=0)(remote_work)
+    def _options(
+        self,
+        experiment: Experiment,
+        function: Callable[[str, str], str],
+        note: Callable[[str], None],
+    ) -> Any:
+        """The function as a task with the room of a run; Ray starts with the first."""
+        self.started.enter_context(_ray(self.ray, self.cluster, self.workers, experiment))
+        # Retried here, not by Ray, so that the bound holds for every way of losing a worker.
+        task = self.ray.remote(max_retries=0)(function)
         each = experiment.processes
         gpus = each if experiment.device == "cuda" else 0
         room = self.ray.cluster_resources()
@@ -105,23 +142,14 @@ class RayTasks:
             if self.cluster == LOCAL:
                 raise ExperimentError(f"{text}; lower [train] processes or raise --workers")
             # A cluster may still grow.
-            shown.note(f"waiting: {text}")
-        options = self.task.options(num_cpus=each, num_gpus=gpus)
-        packed, program = self.ray.put(pack_experiment(experiment)), _program()
+            note(f"waiting: {text}")
+        return task.options(num_cpus=each, num_gpus=gpus)
 
-        def submit(job: Job) -> Any:
-            key = content_hash(run_inputs(experiment, job.arm, job.seed))
-            asked = {"arm": job.arm, "seed": job.seed, "key": key, "program": program}
-            return options.remote(packed, canonical_json(asked))
-
-        return submit
-
-    def _records(self, done: Any, job: Job, lost: int) -> list[Record] | None:
-        """The records of a finished task, None when its worker was lost and may be replaced."""
+    def _outcome(self, done: Any, where: str, lost: int) -> str | None:
+        """What a finished task came to, None when its worker was lost and may be replaced."""
         errors = self.ray.exceptions
-        where = f"{job.arm}, seed {job.seed}"
         try:
-            outcome = self.ray.get(done)
+            outcome: str = self.ray.get(done)
         except (
             *(errors.WorkerCrashedError, errors.NodeDiedError, errors.OutOfMemoryError),
             *(errors.ObjectLostError, errors.LocalRayletDiedError),
@@ -137,9 +165,7 @@ class RayTasks:
                 f"{where}: Ray {self.cluster!r}: {type(error).__name__}: {error}; every node needs "
                 "Python and lowprec of the versions here"
             ) from error
-        if lost < RETRIES and is_lost(outcome):
-            return None
-        return records_of(outcome, where=where)
+        return None if lost < RETRIES and is_lost(outcome) else outcome
 
 
 def remote_work(packed: str, asked: str) -> str:
@@ -148,15 +174,7 @@ def remote_work(packed: str, asked: str) -> str:
     def records() -> list[Record]:
         job: Mapping[str, Any] = json.loads(asked)
         node = platform.node()
-        if differences := [
-            f"{name} {here} instead of {job['program'].get(name)}"
-            for name, here in _program().items()
-            if here != job["program"].get(name)
-        ]:
-            raise GateError(
-                f"node {node!r} has other programs than the machine that started the gate: "
-                f"{', '.join(differences)}; install the same versions on every node"
-            )
+        check_program(job["program"])
         experiment = unpack_experiment(packed)
         arm, seed = job["arm"], job["seed"]
         if content_hash(run_inputs(experiment, arm, seed)) != job["key"]:
@@ -170,7 +188,22 @@ def remote_work(packed: str, asked: str) -> str:
     return outcome_of(records, theirs=lowprec.LowprecError)
 
 
-def _program() -> dict[str, str]:
+def check_program(theirs: Mapping[str, str]) -> None:
+    """GateError when this node has other programs than the machine that started the task."""
+    differences = [
+        f"{name} {here} instead of {theirs.get(name)}"
+        for name, here in program_here().items()
+        if here != theirs.get(name)
+    ]
+    if differences:
+        raise GateError(
+            f"node {platform.node()!r} has other programs than the machine that started the gate: "
+            f"{', '.join(differences)}; install the same versions on every node"
+        )
+
+
+def program_here() -> dict[str, str]:
+    """The versions that every node must share."""
     return {
         "python": ".".join(map(str, sys.version_info[:2])),
         "torch": torch.__version__,

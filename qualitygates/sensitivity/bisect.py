@@ -1,17 +1,19 @@
 """bisect: the smallest set of layers of a rejected recipe whose return to BF16 makes it pass.
 
-Branches rank the groups by the effect of their own policy alone; gates decide. The shortest prefix
-of that ranking that passes is found by binary search, then every member that can go back to low
-precision without failing is put back: what remains is minimal, not proven smallest, because layers
-can be to blame only together.
+Branches rank the groups by the effect of their own policy alone; gates decide, on the sweep's own
+rows: they choose, so they prove nothing about what they chose, and the gate that is written for it
+has other seeds and other rows. The shortest prefix of that ranking that passes is found by binary
+search, then every member that can go back to low precision without failing is put back: what
+remains is minimal, not proven smallest, because layers can be to blame only together.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import lowprec
 
@@ -19,8 +21,7 @@ from ..errors import ExperimentError
 from ..experiment import Experiment
 from ..locking import folder_lock
 from ..records import content_hash, seal, write_json_atomic, write_text_atomic
-from .confirm import run_gate
-from .driver import bf16_models
+from .driver import Session, bf16_models
 from .effects import Effect, summarize
 from .groups import members_of
 from .measuring import Measurer
@@ -29,6 +30,8 @@ from .pool import open_pool
 from .spec import SweepSpec
 from .store import SweepStore
 from .writing import effect_text, gate_text, rule_lines
+
+_SHARED_ARMS: Final = ("baseline", "null", "known_bad")
 
 Passes = Callable[[frozenset[str]], bool | None]
 """Whether a gate accepts the recipe with these groups in BF16; None when no gate may be run."""
@@ -68,25 +71,49 @@ def smallest(order: Sequence[str], passes: Passes) -> Minimal | None:
 
 
 def bisect(
-    spec: SweepSpec, recipe: str, *, out: Path, workers: int, progress: bool
+    spec: SweepSpec,
+    recipe: str,
+    *,
+    out: Path,
+    workers: int,
+    progress: bool,
+    cluster: str = "",
 ) -> dict[str, Any]:
     """Find which groups of `recipe` to give back; writes recipe.toml, gate.toml, bisect.json.
 
-    `recipe` is a shipped name or a path. At most [confirm] attempts gates are run, on the seeds and
-    rows of confirmation. Raises ExperimentError when the recipe passes as it is, when not even BF16
-    everywhere passes, and for a recipe whose precision follows a schedule.
+    `recipe` is a shipped name or a path. At most [confirm] attempts gates are run, on the sweep's
+    rows and the first seeds of confirmation; gate.toml has the next ones. Raises ExperimentError
+    when the recipe passes as it is, when not even BF16 everywhere passes, and for a recipe whose
+    precision follows a schedule.
     """
-    search = _Bisection(spec, recipe, out, workers=workers, progress=progress)
+    search = _Bisection(spec, recipe, Session(out, workers, progress, cluster))
     with folder_lock(out):
         return search.run()
 
 
+def run_gate(
+    experiment: Experiment, folder: Path, *, earlier: Sequence[Path], session: Session
+) -> dict[str, Any]:
+    """The verdict of a gate in `folder`; runs of the BF16 arms are taken from `earlier` gates.
+
+    They are records of the same inputs, named by the hash of them; a gate reads no others.
+    """
+    runs = folder / "runs"
+    for other in earlier:
+        for arm in _SHARED_ARMS:
+            for path in sorted((other / "runs").glob(f"{arm}-*.json")):
+                target = runs / path.name
+                if not target.exists():
+                    runs.mkdir(parents=True, exist_ok=True)
+                    part = target.with_name(f".{target.name}.part")
+                    shutil.copyfile(path, part)
+                    part.replace(target)
+    return session.gate(experiment, folder)
+
+
 class _Bisection:
-    def __init__(
-        self, spec: SweepSpec, recipe: str, out: Path, *, workers: int, progress: bool
-    ) -> None:
-        self.spec, self.out = spec, out
-        self.workers, self.progress = workers, progress
+    def __init__(self, spec: SweepSpec, recipe: str, session: Session) -> None:
+        self.spec, self.out, self.session = spec, session.out, session
         models = bf16_models(spec.gate)
         self.recipe = lowprec.load_recipe(recipe)
         self.plan = lowprec.plan(models.model, self.recipe, steps=spec.gate.steps)
@@ -118,7 +145,7 @@ class _Bisection:
                 "not even with every group in BF16 does the gate pass: the recipe is not to blame; "
                 f"see {self.out / 'gates'}"
             )
-        self._write(self.out, frozenset(found.given_back), effects)
+        self._write(self.out, frozenset(found.given_back), effects, swept=False)
         result = {
             "schema": 1,
             "kind": "sweep-bisect",
@@ -135,8 +162,9 @@ class _Bisection:
 
     def _effects(self) -> dict[str, Effect]:
         """Effect of each group's own policy alone, in branches."""
-        with open_pool(self.workers, device=self.spec.gate.device) as pool:
-            measurer = Measurer(self.spec, SweepStore(self.out), pool, self.progress)
+        session, device = self.session, self.spec.gate.device
+        with open_pool(session.workers, device=device, cluster=session.cluster) as pool:
+            measurer = Measurer(self.spec, SweepStore(self.out), pool, session.progress)
             arms = [{name: self.policies[name] for name in group} for group in self.groups.values()]
             pairs = measurer.measure(arms, self.spec.branches.seeds)
         return summarize(dict(zip(self.groups, pairs, strict=True)))
@@ -150,14 +178,13 @@ class _Bisection:
             if len(self.gates) >= self.spec.attempts:
                 return None
             folder = self.out / "gates" / key
-            self._write(folder, given_back, {})
+            self._write(folder, given_back, {}, swept=True)
             earlier = [self.out / "gates" / one["key"] / "gate" for one in self.gates]
             verdict = run_gate(
                 Experiment.from_toml(folder / "gate.toml"),
                 folder / "gate",
                 earlier=earlier,
-                workers=self.workers,
-                progress=self.progress,
+                session=self.session,
             )
             known = {
                 "key": key,
@@ -169,7 +196,12 @@ class _Bisection:
         return bool(known["verdict"] == "ACCEPT")
 
     def _write(
-        self, folder: Path, given_back: frozenset[str], effects: Mapping[str, Effect]
+        self,
+        folder: Path,
+        given_back: frozenset[str],
+        effects: Mapping[str, Effect],
+        *,
+        swept: bool,
     ) -> None:
         """recipe.toml and gate.toml of the recipe with some groups in BF16."""
         back = {layer: name for name in given_back for layer in self.groups[name]}
@@ -187,5 +219,12 @@ class _Bisection:
             lines += rule_lines(layer.name, products_of(policy), reason)
         write_text_atomic(folder / "recipe.toml", "\n".join(lines) + "\n")
         name = f"{self.spec.name}-bisect"
-        text = gate_text(self.spec, folder, recipe="./recipe.toml", name=name)
+        text = gate_text(
+            self.spec,
+            folder,
+            recipe="./recipe.toml",
+            name=name,
+            attempt=0 if swept else 1,
+            swept=swept,
+        )
         write_text_atomic(folder / "gate.toml", text)

@@ -2,7 +2,8 @@
 
 A branch and the BF16 branch beside it share weights, optimizer state, batches, dropout and
 evaluation rows, so their difference is the effect of the lowered products alone. Checkpoints are
-kept in memory by the process that trained them, never on disk.
+kept in memory by the process that trained them, never on disk. A whole training is the branch that
+starts at step 0: it is built anew each time, and its batches are not kept.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -148,25 +149,43 @@ class Checkpoint:
     def __init__(self, setting: Setting, seed: int, workload: Part) -> None:
         self.setting, self.seed = setting, seed
         experiment = setting.experiment
-        self.place = Place(device=experiment.device)
-        torch.manual_seed(stream_seed(seed, "init"))
-        self.model = workload.model()
-        self.plan = lowprec.plan(self.model, lowprec.load_recipe("bf16"), steps=experiment.steps)
-        lowprec.apply(self.model.to(experiment.device), self.plan)
+        self.place, self.workload = Place(device=experiment.device), workload
+        state, batches = self._begin(), self._drawn()
         torch.manual_seed(stream_seed(seed, "dropout"))
-        self.optimizer, self.scheduler = workload.optimizer(self.model, steps=experiment.steps)
-        batches = workload.training_batches(
-            seed=stream_seed(seed, "data"),
+        for step in range(setting.start):
+            _step(*state, self._next(batches, step), step)
+        self.model, self.optimizer, self.scheduler = state
+        end = setting.start + setting.window
+        steps = range(setting.start, end if setting.start else 0)
+        self.batches = [self._next(batches, step) for step in steps]
+        self.evaluation = _evaluation_rows(workload, setting.rows)
+
+    def _begin(self) -> tuple[nn.Module, Any, Any]:
+        """Model in BF16, optimizer and scheduler before the first step."""
+        experiment = self.setting.experiment
+        torch.manual_seed(stream_seed(self.seed, "init"))
+        model = self.workload.model()
+        self.plan = lowprec.plan(model, lowprec.load_recipe("bf16"), steps=experiment.steps)
+        lowprec.apply(model.to(experiment.device), self.plan)
+        optimizer, scheduler = self.workload.optimizer(model, steps=experiment.steps)
+        return model.train(), optimizer, scheduler
+
+    def _drawn(self) -> Iterator[Batch]:
+        experiment = self.setting.experiment
+        return self.workload.training_batches(
+            seed=stream_seed(self.seed, "data"),
             steps=experiment.steps,
             batch_size=experiment.batch_size,
         )
-        self.model.train()
-        state = (self.model, self.optimizer, self.scheduler)
-        for step in range(setting.start):
-            _step(*state, self._next(batches, step), step)
-        end = setting.start + setting.window
-        self.batches = [self._next(batches, step) for step in range(setting.start, end)]
-        self.evaluation = _evaluation_rows(workload, setting.rows)
+
+    def _window(self) -> Iterator[Batch]:
+        """The batches of a branch: those kept, or, from step 0 on, drawn anew."""
+        if self.setting.start:
+            yield from self.batches
+        else:
+            batches = self._drawn()
+            for step in range(self.setting.window):
+                yield self._next(batches, step)
 
     def _next(self, batches: Any, step: int) -> Batch:
         try:
@@ -190,12 +209,15 @@ class Checkpoint:
 
         Losses are nats; `clusters` has the weighted loss of every cluster of the evaluation rows.
         """
-        model, optimizer, scheduler = copy.deepcopy((self.model, self.optimizer, self.scheduler))
+        kept = (self.model, self.optimizer, self.scheduler)
+        # A scheduler that has not stepped yet warns about the step of a copied optimizer.
+        state = copy.deepcopy(kept) if self.setting.start else self._begin()
+        model, optimizer, scheduler = state
         lowprec.apply(model, self.lowered(arm))
         torch.manual_seed(stream_seed(self.seed, "branch"))
         loss: list[float | None] = []
         try:
-            for step, batch in enumerate(self.batches, start=self.setting.start):
+            for step, batch in enumerate(self._window(), start=self.setting.start):
                 value = _step(model, optimizer, scheduler, batch, step)
                 loss.append(value if math.isfinite(value) else None)
             found = _evaluated(model, self.evaluation, self.setting.experiment)

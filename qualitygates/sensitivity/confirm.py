@@ -1,67 +1,77 @@
 """Confirmation: the full gate on the written recipe, with seeds and rows that chose nothing.
 
-Only here is anything accepted, and only by the gate's own verdict. Recipes that are tried one after
-another share Holm's correction: the more attempts, the more one of them must show.
+Only here is anything accepted, and only by the gate's own verdict. While a recipe is not accepted,
+the next one is gated, which harms less. All recipes and the level of each gate are fixed before the
+first one, and the levels add up to 0.05: whatever the gates have in common (they evaluate the same
+rows), the chance that any recipe beyond a margin is confirmed is at most that.
 """
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from scipy.special import stdtr
 
-from ..experiment import Experiment
-from ..gate import run
-from ..slices import holm
+from ..controls import NOT_RUN
+from ..verdict import ACCEPT, INCONCLUSIVE, REJECT
 
 LEVEL: Final = 0.05
-_SHARED_ARMS: Final = ("baseline", "null", "known_bad")
+_NO_ASSAY: Final = (
+    "the gate cannot tell BF16 from BF16 moved by an ulp: its null control is not accepted after "
+    "the last look, so no other recipe can be either; train more steps, evaluate on more rows, or "
+    "widen the margins"
+)
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One recipe that reached a gate: its folder, the gate's verdict and p-value."""
+    """One recipe that reached a gate: folder, groups that differ from the first recipe, verdict.
+
+    p: see `p_value`; level: what it must not pass.
+    """
 
     folder: Path
-    given_back: tuple[str, ...]
+    changed: tuple[str, ...]
     verdict: Mapping[str, Any]
     p: float
+    level: float
 
     @property
     def accepted(self) -> bool:
-        """True when its gate said ACCEPT."""
-        return bool(self.verdict["verdict"] == "ACCEPT")
+        """True when its gate said ACCEPT, and at the level of this attempt."""
+        # The single attempt has the whole level, which is the gate's own.
+        kept = self.level == LEVEL or self.p <= self.level
+        return bool(self.verdict["verdict"] == ACCEPT) and kept
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON data."""
+        return {
+            "folder": f"confirm/{self.folder.name}",
+            "given_back": list(self.changed),
+            "verdict": self.verdict["verdict"],
+            "p": self.p,
+            "level": self.level,
+            "accepted": self.accepted,
+            "seeds": self.verdict["seeds"],
+        }
 
 
-def run_gate(
-    experiment: Experiment, folder: Path, *, earlier: Sequence[Path], workers: int, progress: bool
-) -> dict[str, Any]:
-    """The verdict of a gate in `folder`; runs of the BF16 arms are taken from `earlier` gates.
+def levels(attempts: int) -> tuple[float, ...]:
+    """The level of each attempt: half of what is left to each, the rest to the last.
 
-    They are records of the same inputs, named by the hash of them; a gate reads no others.
+    They add up to `LEVEL`, so that by Bonferroni's inequality it is the level of all together.
     """
-    runs = folder / "runs"
-    for other in earlier:
-        for arm in _SHARED_ARMS:
-            for path in sorted((other / "runs").glob(f"{arm}-*.json")):
-                target = runs / path.name
-                if not target.exists():
-                    runs.mkdir(parents=True, exist_ok=True)
-                    part = target.with_name(f".{target.name}.part")
-                    shutil.copyfile(path, part)
-                    part.replace(target)
-    return run(experiment, out=folder, workers=workers, progress=progress)
+    shares = [0.5 ** (k + 1) for k in range(attempts - 1)]
+    return tuple(LEVEL * share for share in (*shares, 1.0 - sum(shares)))
 
 
-def p_value(verdict: Mapping[str, Any]) -> float:
+def p_value(verdict: Mapping[str, Any], *, looks: int) -> float:
     """The largest one-sided p of all co-primary metrics being beyond their margins.
 
-    For looks it is scaled by 0.05 over the level of a look: below 0.05 exactly when the gate's own
-    level is met.
+    Times the number of looks (Bonferroni): one of them is where the gate stopped.
     """
     worst = 0.0
     for entry in verdict["metrics"].values():
@@ -72,30 +82,46 @@ def p_value(verdict: Mapping[str, Any]) -> float:
         for side in sides:
             room = entry["margin"] - side
             p = float(stdtr(entry["dof"], -room / error)) if error else float(room <= 0)
-            worst = max(worst, p * LEVEL / entry["alpha"])
+            worst = max(worst, p * looks)
     return min(worst, 1.0) if verdict["metrics"] else 1.0
 
 
-def confirmed(attempts: Sequence[Attempt]) -> Attempt | None:
-    """The first attempt that its gate accepted and Holm's correction over all attempts keeps."""
-    passed = holm([one.p for one in attempts], level=LEVEL)
-    return next((a for a, kept in zip(attempts, passed, strict=True) if kept and a.accepted), None)
+def confirm(count: int, attempt: Callable[[int, float], Attempt]) -> dict[str, Any]:
+    """Gate one recipe after the other, at most `count`, until one is accepted.
 
-
-def search_order(
-    order: Sequence[str], attempt: Callable[[tuple[str, ...]], Attempt], *, most: int
-) -> list[Attempt]:
-    """Gates of ever longer prefixes of `order` given back, by binary search; at most `most`.
-
-    The first has nothing given back; when it is accepted there is no second.
+    `attempt` gates the recipe of a number at a level. Ends early, with the reason, when the gate
+    itself is too noisy for any recipe.
     """
-    attempts = [attempt(())]
-    low, high = 0, len(order)
-    while not attempts[0].accepted and len(attempts) < most and high - low > 1:
-        middle = (low + high) // 2
-        attempts.append(attempt(tuple(order[:middle])))
+    attempts: list[Attempt] = []
+    reason = None
+    for number, level in enumerate(levels(count)):
+        attempts.append(attempt(number, level))
         if attempts[-1].accepted:
-            high = middle
-        else:
-            low = middle
-    return attempts
+            break
+        if no_assay(attempts[-1].verdict):
+            reason = _NO_ASSAY
+            break
+    last = attempts[-1]
+    rejected = last.verdict["verdict"] == REJECT
+    return {
+        "verdict": ACCEPT if last.accepted else (REJECT if rejected else INCONCLUSIVE),
+        "accepted": last.folder.name if last.accepted else None,
+        "given_back": list(last.changed) if last.accepted else [],
+        "reason": reason,
+        "attempts": [one.to_dict() for one in attempts],
+    }
+
+
+def no_assay(verdict: Mapping[str, Any]) -> bool:
+    """Whether a gate that ended undecided did not accept its own null control either."""
+    if verdict["verdict"] != INCONCLUSIVE:
+        return False
+    return verdict["controls"]["null"]["verdict"] not in (ACCEPT, NOT_RUN)
+
+
+def changed_groups(
+    first: Mapping[str, Mapping[str, str]], other: Mapping[str, Mapping[str, str]]
+) -> tuple[str, ...]:
+    """Groups whose products differ between two choices, in order."""
+    names = dict.fromkeys([*first, *other])
+    return tuple(name for name in names if first.get(name, {}) != other.get(name, {}))

@@ -6,18 +6,20 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 import lowprec
 
 from ..experiment import Experiment
+from ..gate import run
 from ..locking import folder_lock
 from ..records import seal, write_json_atomic
 from ..workload import load_workload
 from .branches import refuse_own_loop
-from .confirm import Attempt, confirmed, p_value, run_gate, search_order
+from .charging import Calibration, calibrate, charges_of, measured_items
+from .confirm import Attempt, changed_groups, confirm, p_value
 from .groups import Groups, find_groups
 from .measuring import Measurer
 from .options import PRODUCTS, policy_text
@@ -29,7 +31,31 @@ from .spec import SweepSpec
 from .store import SweepStore
 from .writing import check_recipe, write_proposal
 
-_TIGHTENINGS = 3
+_TIGHTENINGS: Final = 3
+_LEAST_TIGHTENING, _MOST_TIGHTENING = 1 / 2, 1 / 16
+# Each further recipe that is gated has at most this share of the predicted harm of the last one.
+_STEP: Final = 1 / 4
+_NO_HARM: Final = 1e-9
+
+
+@dataclass(frozen=True)
+class Session:
+    """Where a sweep writes, and where it runs."""
+
+    out: Path
+    workers: int
+    progress: bool
+    cluster: str
+
+    def gate(self, experiment: Experiment, folder: Path) -> dict[str, Any]:
+        """The verdict of a gate in `folder`, run as the sweep is."""
+        return run(
+            experiment,
+            out=folder,
+            workers=self.workers,
+            progress=self.progress,
+            cluster=self.cluster,
+        )
 
 
 @dataclass(frozen=True)
@@ -40,9 +66,13 @@ class Models:
     plan: lowprec.Plan
 
 
-def sweep(spec: SweepSpec, *, out: Path, workers: int, progress: bool) -> dict[str, Any]:
+def sweep(
+    spec: SweepSpec, *, out: Path, workers: int, progress: bool, cluster: str = ""
+) -> dict[str, Any]:
     """Run a sweep in the folder `out` and return its result; what is measured is never repeated.
 
+    Measurements and gates run in `workers` processes of this machine, or as Ray tasks: `cluster` is
+    "local" for a Ray on this machine, "auto" or an address for one that runs.
     Writes recipe.toml with a reason a rule, gate.toml that judges it, sweep.json, report.md and
     report.html. The result's "confirmation" is None when [confirm] run is false; nothing else in it
     is evidence for acceptance. Killed at any point, the same call resumes and gives the same
@@ -50,19 +80,21 @@ def sweep(spec: SweepSpec, *, out: Path, workers: int, progress: bool) -> dict[s
     """
     started = time.monotonic()
     with folder_lock(out):
-        result = _sweep(spec, out, workers=workers, progress=progress)
+        result = _sweep(spec, Session(out, workers, progress, cluster))
     return {**result, "seconds": time.monotonic() - started}
 
 
-def _sweep(spec: SweepSpec, out: Path, *, workers: int, progress: bool) -> dict[str, Any]:
+def _sweep(spec: SweepSpec, session: Session) -> dict[str, Any]:
+    out = session.out
     models = bf16_models(spec.gate)
     groups = find_groups(models.plan, spec)
-    with open_pool(workers, device=spec.gate.device) as pool:
-        measurer = Measurer(spec, SweepStore(out), pool, progress)
+    with open_pool(session.workers, device=spec.gate.device, cluster=session.cluster) as pool:
+        measurer = Measurer(spec, SweepStore(out), pool, session.progress)
         groups, screened = screened_groups(groups, measurer)
         search = Search(spec, groups, measurer)
         found = search.run(screened)
         chosen = _Chosen(spec, groups, found, models, search)
+        chosen.charge(screened)
         selection = chosen.select()
         write_proposal(spec, out, groups, found, selection.policies)
         plan = check_recipe(
@@ -71,13 +103,11 @@ def _sweep(spec: SweepSpec, out: Path, *, workers: int, progress: bool) -> dict[
     result = chosen.result(selection, screened, plan)
     # A recipe that lowers nothing is BF16: there is nothing to judge.
     if spec.confirm and any(selection.policies.values()):
-        done = chosen.confirm(selection, out, workers=workers, progress=progress)
-        result["confirmation"] = done
-        if done["given_back"]:
+        result["confirmation"], accepted = chosen.confirm(selection, session)
+        if accepted is not selection:
             recipe = lowprec.load_recipe(out / "recipe.toml")
             result |= _plan_facts(lowprec.plan(models.model, recipe, steps=spec.gate.steps))
-            for name in done["given_back"]:
-                result["selection"]["policies"].pop(name)
+            result["selection"] |= _choice_facts(accepted)
     sealed = seal({"schema": 1, "kind": "sweep", **result})
     write_json_atomic(out / "sweep.json", sealed, indent=2)
     write_report(out, sealed)
@@ -89,6 +119,14 @@ def _plan_facts(plan: lowprec.Plan) -> dict[str, Any]:
         "quantized_share": plan.quantized_share,
         "plan_hash": plan.hash,
         "plan_table": str(plan),
+    }
+
+
+def _choice_facts(selection: Selection) -> dict[str, Any]:
+    return {
+        "harm": selection.harm,
+        "saved": dict(selection.saved),
+        "policies": selection.policies,
     }
 
 
@@ -125,24 +163,45 @@ class _Chosen:
         self.models, self.search = models, search
         shapes = [layer.shape for layer in models.plan.layers]
         self.total = totals(groups.candidates, spec.speed, shapes)
-        self.options = choices_of(groups.candidates, found.alone, spec.speed)
-        self.measured: dict[str, Any] = {}
+        self.calibration: Calibration | None = None
+        self.tried: list[dict[str, Any]] = []
+
+    def charge(self, screened: Mapping[str, Any]) -> None:
+        """Train everything low whole, and charge every choice by it."""
+        if self.spec.branches.trainings:
+            low = measured_items(self.found)
+            effect = self.search.whole({"all low": low}, trainings=True)["all low"]
+            self.calibration = calibrate(self.found, effect)
+        factor = self.calibration.factor if self.calibration else None
+        self.options = self._options(screened, factor)
+        self.cautious = self.options if factor else self._options(screened, 1.0)
+
+    def _options(self, screened: Mapping[str, Any], factor: float | None) -> list[list[Choice]]:
+        candidates = self.groups.candidates
+        charges = charges_of(self.found, candidates, screened, factor)
+        return choices_of(candidates, charges, self.spec.speed)
 
     def select(self) -> Selection:
-        """The choice whose own branch, all of it together, stays within the harm budget.
+        """The choice that, all of it together, stays within the harm budget.
 
-        Effects that add up beyond their sum tighten the budget and the choice is made again.
+        What it harms is measured, over whole trainings or else in branches. More than the budget
+        tightens the budget of the next choice.
         """
-        budget = self.search.budget
-        for _ in range(_TIGHTENINGS):
+        target = budget = self.search.budget
+        trainings = self.spec.branches.trainings > 0
+        for _ in range(_TIGHTENINGS + 1):
             selection = self._within(budget)
-            if not selection.policies or not any(selection.policies.values()):
+            if not any(selection.policies.values()):
                 break
-            effect = self.search.whole({"chosen": selection.policies})["chosen"]
-            self.measured = {"effect": effect.to_dict(), "budget": budget}
-            if effect.estimate <= self.search.budget or effect.lower <= 0:
+            effect = self.search.whole({"chosen": selection.policies}, trainings=trainings)
+            harm = effect["chosen"].estimate
+            self.tried.append(
+                {"effect": effect["chosen"].to_dict(), "budget": budget, "trainings": trainings}
+            )
+            if harm <= target or selection.harm == 0:
                 break
-            budget = min(budget, selection.harm) / 2
+            factor = min(max(target / harm, _MOST_TIGHTENING), _LEAST_TIGHTENING)
+            budget = min(budget, selection.harm) * factor
         return selection
 
     def _within(self, budget: float) -> Selection:
@@ -164,54 +223,54 @@ class _Chosen:
             plan = plan.with_layer(layer, policy, why="chosen")
         return plan
 
-    def give_back_order(self, selection: Selection) -> list[str]:
-        """Groups in low precision, the most predicted harm for a saving first."""
-        low = [one for one in selection.choices if any(t != "bf16" for t in one.products.values())]
-        budget = self.spec.select.budget
+    def sequence(self, selection: Selection) -> list[Selection]:
+        """The recipes that may reach a gate: the choice, then with ever less predicted harm.
 
-        def ratio(one: Choice) -> float:
-            return one.harm / max(one.saved[budget], 1e-300)
+        Predicted by charges that are above 0 for every product, so that there is less to go to.
+        """
+        harm = sum(
+            one.harm
+            for group in self.cautious
+            for one in group
+            if Selection((one,), one.harm, {}).policies[one.group]
+            == selection.policies.get(one.group)
+        )
+        found = [selection]
+        while len(found) < self.spec.attempts and harm > _NO_HARM:
+            harm *= _STEP
+            less = most_saving(self.cautious, self.total, budget=self.spec.select.budget, harm=harm)
+            if not any(less.policies.values()):
+                break
+            if less.policies != found[-1].policies:
+                found.append(less)
+        return found
 
-        return [one.group for one in sorted(low, key=ratio, reverse=True)]
+    def confirm(self, selection: Selection, session: Session) -> tuple[dict[str, Any], Selection]:
+        """Gate the recipe, and while it is not accepted, those that harm less.
 
-    def confirm(
-        self, selection: Selection, out: Path, *, workers: int, progress: bool
-    ) -> dict[str, Any]:
-        """Gate the recipe, and while it is not accepted, recipes with groups given back."""
-        folders: list[Path] = []
+        Returns what the gates said, and the accepted choice, or else the first.
+        """
+        recipes = self.sequence(selection)
 
-        def attempt(given_back: tuple[str, ...]) -> Attempt:
-            folder = out / "confirm" / f"{len(folders) + 1}"
-            policies = {n: p for n, p in selection.policies.items() if n not in given_back}
-            gate = write_proposal(self.spec, folder, self.groups, self.found, policies)
-            verdict = run_gate(
-                gate, folder / "gate", earlier=folders, workers=workers, progress=progress
+        def write(folder: Path, number: int) -> Experiment:
+            policies = recipes[number].policies
+            return write_proposal(
+                self.spec, folder, self.groups, self.found, policies, attempt=number
             )
-            folders.append(folder / "gate")
-            return Attempt(folder, given_back, verdict, p_value(verdict))
 
-        order = self.give_back_order(selection)
-        attempts = search_order(order, attempt, most=self.spec.attempts)
-        best = confirmed(attempts)
-        if best is not None and best.given_back:
-            policies = {n: p for n, p in selection.policies.items() if n not in best.given_back}
-            write_proposal(self.spec, out, self.groups, self.found, policies)
-        last = attempts[-1].verdict["verdict"]
-        return {
-            "verdict": "ACCEPT" if best else ("REJECT" if last == "REJECT" else "INCONCLUSIVE"),
-            "accepted": None if best is None else best.folder.name,
-            "given_back": [] if best is None else list(best.given_back),
-            "attempts": [
-                {
-                    "folder": f"confirm/{one.folder.name}",
-                    "given_back": list(one.given_back),
-                    "verdict": one.verdict["verdict"],
-                    "p": one.p,
-                    "seeds": one.verdict["seeds"],
-                }
-                for one in attempts
-            ],
-        }
+        def attempt(number: int, level: float) -> Attempt:
+            folder = session.out / "confirm" / f"{number + 1}"
+            gate = write(folder, number)
+            verdict = session.gate(gate, folder / "gate")
+            p = p_value(verdict, looks=len(gate.looks))
+            changed = changed_groups(recipes[0].policies, recipes[number].policies)
+            return Attempt(folder, changed, verdict, p, level)
+
+        done = confirm(len(recipes), attempt)
+        number = len(done["attempts"]) - 1 if done["accepted"] else 0
+        if number:
+            write(session.out, number)
+        return done, recipes[number]
 
     def result(
         self, selection: Selection, screened: Mapping[str, Any], plan: lowprec.Plan
@@ -261,10 +320,10 @@ class _Chosen:
             "harm_budget": self.search.budget,
             "selection": {
                 "budget": spec.select.budget,
-                "harm": selection.harm,
-                "saved": dict(selection.saved),
-                "policies": selection.policies,
-                "measured": self.measured,
+                **_choice_facts(selection),
+                "calibration": self.calibration and self.calibration.to_dict(),
+                "measured": self.tried[-1] if self.tried else {},
+                "tried": self.tried,
             },
             "pareto": pareto(
                 self.options, self.total, budget=spec.select.budget, harm=self.search.budget

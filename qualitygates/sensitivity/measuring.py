@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from ..errors import DataError
@@ -46,56 +46,68 @@ class Measurer:
     store: SweepStore
     pool: Pool
     progress: bool = False
-    results: dict[tuple[int, str], Mapping[str, Any]] = field(default_factory=dict)
+    results: dict[tuple[int, int, str], Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.settings = settings_of(self.spec)
 
-    def setting(self, seed: int) -> Setting:
-        """Where the branches of a seed start: the starting steps take turns."""
+    def setting(self, seed: int, *, whole: bool = False) -> Setting:
+        """Where the branches of a seed start: the starting steps take turns; `whole`: at step 0."""
+        if whole:
+            return replace(self.settings[0], start=0, window=self.spec.gate.steps)
         return self.settings[(seed - self.spec.branches.seeds[0]) % len(self.settings)]
 
-    def measure(self, arms: Sequence[Arm], seeds: Sequence[int]) -> list[list[Paired]]:
-        """The paired effects of every arm in every seed, in the order given."""
+    def measure(
+        self, arms: Sequence[Arm], seeds: Sequence[int], *, whole: bool = False
+    ) -> list[list[Paired]]:
+        """The paired effects of every arm in every seed, in the order given.
+
+        In branches, or with `whole` over whole trainings, both on the sweep's own rows.
+        """
+        chunk = 1 if whole else _CHUNK
+        settings = {seed: self.setting(seed, whole=whole) for seed in seeds}
         jobs = []
-        for seed in seeds:
-            missing = [arm for arm in ({}, *arms) if not self._known(seed, arm)]
+        for seed, setting in settings.items():
+            missing = [arm for arm in ({}, *arms) if not self._known(setting, seed, arm)]
             unique = list({_name(arm): arm for arm in missing}.values())
             jobs += [
-                BranchJob(self.setting(seed), seed, tuple(unique[at : at + _CHUNK]))
-                for at in range(0, len(unique), _CHUNK)
+                BranchJob(setting, seed, tuple(unique[at : at + chunk]))
+                for at in range(0, len(unique), chunk)
             ]
         done, total = 0, sum(len(job.arms) for job in jobs)
         for job, results in self.pool.run(run_branches, jobs):
             for arm, result in zip(job.arms, results, strict=True):
                 inputs = branch_inputs(job.setting, job.seed, arm)
                 record = self.store.save("sweep-branch", inputs, result)
-                self._take(job.seed, arm, record["result"])
+                self._take(job.setting, job.seed, arm, record["result"])
             done += len(job.arms)
             if self.progress:
-                print(f"branches: {done}/{total}", file=sys.stderr, flush=True)
-        return [[self._pair(seed, arm) for seed in seeds] for arm in arms]
+                what = "whole trainings" if whole else "branches"
+                print(f"{what}: {done}/{total}", file=sys.stderr, flush=True)
+        return [[self._pair(settings[seed], seed, arm) for seed in seeds] for arm in arms]
 
-    def _known(self, seed: int, arm: Arm) -> bool:
-        if (seed, _name(arm)) in self.results:
+    def _known(self, setting: Setting, seed: int, arm: Arm) -> bool:
+        if (setting.start, seed, _name(arm)) in self.results:
             return True
-        inputs = branch_inputs(self.setting(seed), seed, arm)
+        inputs = branch_inputs(setting, seed, arm)
         record = self.store.load("sweep-branch", inputs)
         if record is None:
             return False
-        self._take(seed, arm, record["result"])
+        self._take(setting, seed, arm, record["result"])
         return True
 
-    def _take(self, seed: int, arm: Arm, result: Mapping[str, Any]) -> None:
+    def _take(self, setting: Setting, seed: int, arm: Arm, result: Mapping[str, Any]) -> None:
         if not arm and (result["crashed"] or result["clusters"] is None or None in result["loss"]):
+            what = "branch" if setting.start else "training"
             raise DataError(
-                f"the BF16 branch of seed {seed} did not end in finite numbers "
+                f"the BF16 {what} of seed {seed} did not end in finite numbers "
                 f"({result['crashed'] or 'a loss is not finite'}): nothing can be compared with it"
             )
-        self.results[seed, _name(arm)] = result
+        self.results[setting.start, seed, _name(arm)] = result
 
-    def _pair(self, seed: int, arm: Arm) -> Paired:
-        return pair(seed, self.results[seed, ""], self.results[seed, _name(arm)])
+    def _pair(self, setting: Setting, seed: int, arm: Arm) -> Paired:
+        start, found = setting.start, self.results
+        return pair(seed, found[start, seed, ""], found[start, seed, _name(arm)])
 
     def screen(
         self, layers: Sequence[str], options: Mapping[str, Sequence[str]]

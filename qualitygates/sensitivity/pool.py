@@ -1,9 +1,10 @@
-"""Where measurements run: processes of this machine, one thread each, so that bits never change."""
+"""Where measurements run: processes of this machine or Ray, a thread each: bits never change."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -70,8 +71,18 @@ class SamePlace:
 
 
 @contextmanager
-def open_pool(workers: int, *, device: str = "cpu") -> Iterator[Pool]:
-    """Local processes; none of them is left behind when the block ends."""
+def open_pool(workers: int, *, device: str = "cpu", cluster: str = "") -> Iterator[Pool]:
+    """Processes of this machine, or the tasks of a Ray `cluster`: "local", "auto" or an address.
+
+    None of them is left behind when the block ends.
+    """
+    if cluster:
+        from ..running.ray_executor import RayTasks
+        from .ray_pool import RayPool
+
+        with RayTasks(cluster, workers=workers) as tasks:
+            yield RayPool(tasks, note=_say)
+        return
     pool = LocalPool(workers, device=device)
     try:
         yield pool
@@ -79,6 +90,10 @@ def open_pool(workers: int, *, device: str = "cpu") -> Iterator[Pool]:
         pool.close(at_once=True)
         raise
     pool.close(at_once=False)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _start(parent: int, device: str) -> None:

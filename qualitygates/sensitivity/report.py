@@ -81,10 +81,11 @@ def summary(folder: Path, result: Result) -> list[str]:
         lines.append("nothing is accepted: a sweep chooses, only that gate judges")
     else:
         done = result["confirmation"]
-        back = ", ".join(done["given_back"])
+        names = ", ".join(done["given_back"])
+        back = f", with {names} raised or given back" if names else ""
         lines.append(
             f"confirmation on fresh seeds and other rows: {done['verdict']} after "
-            f"{len(done['attempts'])} gate(s){f', with {back} given back to BF16' if back else ''}"
+            f"{len(done['attempts'])} gate(s){back}"
         )
     return lines
 
@@ -186,11 +187,12 @@ def _selection(result: Result) -> Section:
         ("harm budget", percent(result["harm_budget"])),
         ("predicted harm", percent(chosen["harm"])),
         (
-            "measured together, in branches",
+            f"measured together, in {_where(chosen)}",
             f"{percent(measured['estimate'])} {interval(measured)}"
             if measured
             else "nothing is low",
         ),
+        *_calibration(chosen["calibration"]),
         *((f"predicted saving, {name}", f"{share:.1%}") for name, share in chosen["saved"].items()),
     ]
     lists: list[Block] = []
@@ -211,6 +213,21 @@ def _selection(result: Result) -> Section:
     )
 
 
+def _where(chosen: Mapping[str, Any]) -> str:
+    return "whole trainings" if chosen["measured"].get("trainings") else "branches"
+
+
+def _calibration(one: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    if one is None:
+        return []
+    whole = one["training"]
+    return [
+        ("everything low, whole trainings", f"{percent(whole['estimate'])} {interval(whole)}"),
+        ("sum of what branches expect", percent(one["branches"])),
+        ("charged per unit of a branch's harm", f"{one['factor']:.3g}"),
+    ]
+
+
 def _confirmation(result: Result) -> Section:
     done = result["confirmation"]
     if done is None:
@@ -221,9 +238,10 @@ def _confirmation(result: Result) -> Section:
     rows = [
         [
             one["folder"],
-            ", ".join(one["given_back"]) or "nothing",
+            ", ".join(one["given_back"]) or "none",
             one["verdict"],
             f"{one['p']:.4f}",
+            f"{one['level']:.4f}",
             ", ".join(map(str, one["seeds"])),
         ]
         for one in done["attempts"]
@@ -232,10 +250,12 @@ def _confirmation(result: Result) -> Section:
         "Confirmation",
         [
             Text(
-                "Full gates with seeds and evaluation rows that took no part in the choice; Holm's "
-                "correction over all of them. Nothing else on this page is evidence."
+                "Full gates with seeds and evaluation rows that took no part in the choice. Their "
+                "recipes and levels were fixed before the first; the levels add up to 0.05. "
+                "Nothing else on this page is evidence."
             ),
-            Table(["gate", "given back to BF16", "verdict", "p", "seeds"], rows, "lllrl"),
+            Table(["gate", "changed groups", "verdict", "p", "level", "seeds"], rows, "lllrrl"),
+            *([Text(done["reason"], "warn")] if done["reason"] else []),
         ],
     )
 

@@ -179,10 +179,13 @@ class Search:
             low.setdefault(group, {})[product] = text
         return low
 
-    def whole(self, arms: Mapping[str, Mapping[str, Mapping[str, str]]]) -> dict[str, Effect]:
-        """Effects of arms of several groups, with all seeds."""
+    def whole(
+        self, arms: Mapping[str, Mapping[str, Mapping[str, str]]], *, trainings: bool = False
+    ) -> dict[str, Effect]:
+        """Effects of arms of several groups, in branches with all seeds or in whole trainings."""
         made = {name: arm_of(one, self.groups.candidates) for name, one in arms.items()}
-        pairs = self.measurer.measure(list(made.values()), self.seeds)
+        seeds = self.seeds[: self.spec.branches.trainings] if trainings else self.seeds
+        pairs = self.measurer.measure(list(made.values()), seeds, whole=trainings)
         return summarize(dict(zip(made, pairs, strict=True)))
 
 

@@ -12,7 +12,6 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from ..errors import ExperimentError
 from .cost import SpeedFacts
-from .effects import Effect
 from .groups import Group
 from .options import BF16, PRODUCTS, Option, policy_text
 
@@ -53,35 +52,24 @@ class Selection:
         }
 
 
-def charged(effect: Effect) -> float:
-    """What selection charges for an effect: positive, and shrunk by what noise alone would give.
-
-    The positive part of the James-Stein estimate, max(d - V / d, 0): the sum of the positive parts
-    of many effects that are nothing but noise would otherwise spend the whole budget.
-    """
-    if effect.harm == 0 or not np.isfinite(effect.harm):
-        return effect.harm
-    return max(effect.harm - (effect.v_seed + effect.v_example) / effect.harm, 0.0)
-
-
 def choices_of(
     groups: Sequence[Group],
-    alone: Mapping[tuple[str, str], Mapping[str, Effect]],
+    charges: Mapping[tuple[str, str], Mapping[str, float]],
     speed: SpeedFacts,
 ) -> list[list[Choice]]:
-    """Every policy of every group that was measured product by product; BF16 is always one.
+    """Every policy of every group whose products are charged; BF16 is always one.
 
     A policy that would be slower than BF16, its casts included, is left out.
     """
     found = []
     for group in groups:
-        texts = [[BF16, *alone.get((group.name, product), {})] for product in PRODUCTS]
+        texts = [[BF16, *charges.get((group.name, product), {})] for product in PRODUCTS]
         plain = group.seconds(speed, policy_text({}))
         choices = []
         for combination in itertools.product(*texts):
             products = dict(zip(PRODUCTS, combination, strict=True))
             harms = [
-                charged(alone[group.name, product][text])
+                charges[group.name, product][text]
                 for product, text in products.items()
                 if text != BF16
             ]

@@ -32,12 +32,16 @@ class GroupRule:
 
 @dataclass(frozen=True)
 class Branches:
-    """Where branch runs start (shares of training), how long they are, and with which seeds."""
+    """Where branch runs start (shares of training), how long they are, and with which seeds.
+
+    trainings: seeds of the whole trainings that calibrate the branches; 0 leaves them out.
+    """
 
     at: tuple[float, ...]
     length: float
     seeds: tuple[int, ...]
     most: int
+    trainings: int
 
 
 @dataclass(frozen=True)
@@ -100,8 +104,10 @@ class SweepSpec:
 
     @property
     def confirm_seeds(self) -> tuple[int, ...]:
-        """The seeds that confirmation may use."""
-        last = self.confirm_first_seed + max(self.gate.looks)
+        """The seeds that confirmation may use: every attempt has fresh ones, and so has the gate
+        of what a bisection found.
+        """
+        last = self.confirm_first_seed + max(self.attempts, 2) * max(self.gate.looks)
         return tuple(range(self.confirm_first_seed, last))
 
 
@@ -191,7 +197,7 @@ def _speed(top: Reader, folder: Path) -> SpeedFacts:
 
 
 def _branches(top: Reader, gate: Experiment) -> Branches:
-    table = top.inner("branches", ("at", "length", "seeds", "first_seed", "most"))
+    table = top.inner("branches", ("at", "length", "seeds", "first_seed", "most", "trainings"))
     first = table.whole("first_seed", gate.first_seed + 1000, least=0, most=10**9)
     count = table.whole("seeds", 4, least=2, most=100)
     at = table.numbers("at", [0.25], low=0, high=0.9)
@@ -206,7 +212,16 @@ def _branches(top: Reader, gate: Experiment) -> Branches:
         length=length,
         seeds=tuple(range(first, first + count)),
         most=table.whole("most", 100_000, least=1, most=10**9),
+        trainings=_trainings(table, count),
     )
+
+
+def _trainings(table: Reader, seeds: int) -> int:
+    """Seeds of whole trainings, among those of the branches."""
+    count = table.whole("trainings", 2, least=0, most=seeds)
+    if count == 1:
+        raise ExperimentError("[branches] trainings = 1 has no error; give at least 2, or 0")
+    return count
 
 
 def _select(top: Reader) -> Select:

@@ -65,6 +65,8 @@ def _reason(found: Found, group: str, product: str, text: str) -> str:
     if text in effects:
         said = f"{product} {text} {effect_text(effects[text])}"
         return said if text == base else f"{said}, where {base} has {effect_text(effects[base])}"
+    if text != BF16:
+        return f"{product} {text}, charged by its error; {base} has {effect_text(effects[base])}"
     tried = ", ".join(f"{one} {effect_text(effect)}" for one, effect in effects.items())
     return f"{product} stays BF16 ({tried})"
 
@@ -86,13 +88,18 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def gate_text(spec: SweepSpec, folder: Path, *, recipe: str, name: str) -> str:
-    """The gate of a recipe in `folder` as TOML: fresh seeds, the evaluation range not swept."""
+def gate_text(
+    spec: SweepSpec, folder: Path, *, recipe: str, name: str, attempt: int = 0, swept: bool = False
+) -> str:
+    """The gate of a recipe in `folder` as TOML: fresh seeds, the evaluation range not swept.
+
+    Every `attempt` has seeds of its own. `swept`: on the sweep's own rows, for a choice by gates.
+    """
     gate = spec.gate
     content = gate.to_dict()
     content["name"] = name
     content["workload"] = "part"
-    content["first_seed"] = spec.confirm_first_seed
+    content["first_seed"] = spec.confirm_first_seed + attempt * max(gate.looks)
     content["candidate"] = {"recipe": recipe}
     content["options"] = {
         "of": {
@@ -101,8 +108,8 @@ def gate_text(spec: SweepSpec, folder: Path, *, recipe: str, name: str) -> str:
             "base": os.path.relpath(gate.folder.resolve(), folder.resolve()),
             "source": source_hash(gate.workload, gate.folder),
         },
-        "first": spec.evaluation_share,
-        "last": 1.0,
+        "first": 0.0 if swept else spec.evaluation_share,
+        "last": spec.evaluation_share if swept else 1.0,
         "clusters": spec.clusters,
     }
     if content["margins"].get("name") != "custom":
@@ -111,11 +118,18 @@ def gate_text(spec: SweepSpec, folder: Path, *, recipe: str, name: str) -> str:
 
 
 def write_proposal(
-    spec: SweepSpec, folder: Path, groups: Groups, found: Found, policies: Policies
+    spec: SweepSpec,
+    folder: Path,
+    groups: Groups,
+    found: Found,
+    policies: Policies,
+    *,
+    attempt: int = 0,
 ) -> Experiment:
     """Write recipe.toml and gate.toml into `folder` and return the gate as read back."""
     write_text_atomic(folder / "recipe.toml", recipe_text(spec.name, groups, found, policies))
-    text = gate_text(spec, folder, recipe="./recipe.toml", name=f"{spec.name}-confirm")
+    name = f"{spec.name}-confirm"
+    text = gate_text(spec, folder, recipe="./recipe.toml", name=name, attempt=attempt)
     write_text_atomic(folder / "gate.toml", text)
     return Experiment.from_toml(folder / "gate.toml")
 

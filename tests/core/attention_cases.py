@@ -21,6 +21,9 @@ FP8 = (
     "fp8_128x128 / e4m3*256 x fp8_128x128 / fp8_128x128 / e4m3*256 x fp8_128x128 / fp8_128x128 / "
     "fp8_128x128"
 )
+ROUNDED = "fp8_128x128 / e4m3*256 x fp8_128x128 / {0} / bf16 / {0} / {0}".format(
+    "bf16 x fp8_128x128"
+)
 
 
 @dataclass(frozen=True)

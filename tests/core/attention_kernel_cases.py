@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
-from lowprec.attention_call import AttentionCall
+from lowprec.attention_call import AttentionCall, Mask
 from lowprec.attention_policy import ATTENTION_BF16, AttentionPolicy
-from lowprec.backends import attention_reference
+from lowprec.backends import attention_reference, reference
+from lowprec.formats import Cast
+from tests.core import attention_cases
 
 Tensors = list[torch.Tensor]
 
@@ -127,6 +129,7 @@ NATIVE = AttentionPolicy.parse(
 BF16_DP = AttentionPolicy.parse(
     "mxfp8_128x128 / e4m3*256 x mxfp8_128x128 / bf16 / bf16 / bf16 / bf16"
 )
+ROUNDED = AttentionPolicy.parse(attention_cases.ROUNDED)
 
 
 def snr(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -149,3 +152,40 @@ def assert_as_the_reference(
         floor = snr(want[name], exact[name]) - 0.5
         assert snr(got[name], exact[name]) >= floor, name
     torch.testing.assert_close(got["lse"].double(), want["lse"].double(), atol=1e-3, rtol=1e-4)
+
+
+def rounded(x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """`x` [T, H, D] through fp8_128x128 by the reference, each head of each sequence by itself."""
+    cast, found = Cast.parse("fp8_128x128"), torch.empty_like(x)
+    for begin, end in itertools.pairwise(ends.tolist()):
+        codes = reference.quantize(x[begin:end].transpose(0, 1), cast, axis=-1)
+        found[begin:end] = reference.dequantize(codes, dtype=x.dtype).transpose(0, 1)
+    return found
+
+
+def assert_rounds_as_the_reference(tensors: Tensors) -> None:
+    """q, k and v as a backward pass in bf16 reads them, to the bit."""
+    from lowprec.backends.triton_kernels import attention_ops, attention_round_ops
+
+    q, k, v, _, cu_q, cu_k = tensors
+    call = AttentionCall("softmax", Mask(), 0.2)
+    one = attention_ops.given((q, k, v), (cu_q, cu_k), None, call, ROUNDED)
+    found = attention_round_ops.rounded(one)
+    for got, x, ends in ((found.q, q, cu_q), (found.k, k, cu_k), (found.v, v, cu_k)):
+        assert got.is_contiguous()
+        torch.testing.assert_close(got, rounded(x, ends), rtol=0, atol=0, equal_nan=True)
+
+
+def assert_reads_what_was_read(tensors: Tensors, call: AttentionCall) -> None:
+    """Gradients are those of the bf16 kernels, of q, k and v after their casts, to the bit."""
+    from lowprec.backends.triton_kernels import attention_ops
+
+    q, k, v, do, cu_q, cu_k = tensors
+    how: dict[str, Any] = {"call": call, "bias": None}
+    o, lse = attention_ops.attention_forward(q, k, v, cu_q, cu_k, policy=ROUNDED, **how)
+    rest = (o, lse, cu_q, cu_k)
+    found = attention_ops.attention_backward(do, q, k, v, *rest, policy=ROUNDED, **how)
+    read = [rounded(x, ends) for x, ends in ((q, cu_q), (k, cu_k), (v, cu_k))]
+    want = attention_ops.attention_backward(do, *read, *rest, policy=ATTENTION_BF16, **how)
+    for a, b in zip(found[:3], want[:3], strict=True):
+        assert torch.equal(a, b)

@@ -11,7 +11,7 @@ import torch
 import lowprec
 from lowprec import ops
 from lowprec.attention_call import Mask
-from lowprec.attention_policy import AttentionPolicy
+from lowprec.attention_policy import AttentionGemm, AttentionPolicy
 from lowprec.errors import UnsupportedError
 from tests.core.attention_cases import (
     COMPILERS,
@@ -19,6 +19,7 @@ from tests.core.attention_cases import (
     HEAVY,
     MASKS,
     MXFP8,
+    ROUNDED,
     Case,
     Operands,
     by_ours,
@@ -28,6 +29,7 @@ from tests.core.attention_cases import (
     one_thread,
     operands,
 )
+from tests.core.attention_kernel_cases import rounded
 
 __all__ = ["one_thread"]
 
@@ -99,7 +101,10 @@ def test_gradcheck(activation: Any, mask: Mask) -> None:
     assert torch.autograd.gradcheck(attend, leaves, fast_mode=True)
 
 
-@pytest.mark.parametrize("policy", ["bf16", MXFP8, FP8], ids=["bf16", "mxfp8", "fp8"])
+POLICIES = {"bf16": "bf16", "mxfp8": MXFP8, "fp8": FP8, "rounded": ROUNDED}
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_backends_agree(policy: str, mask: Mask) -> None:
     case = Case(mask=mask, planes=1)
@@ -108,6 +113,39 @@ def test_backends_agree(policy: str, mask: Mask) -> None:
     for name, a, b in pairs:
         # A score on the other side of a rounding step moves P or dS by one step of E4M3.
         assert error(a, b.double()) <= 5e-3 * float(b.double().norm()), name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("product", "changed"), [("bf16 x mxfp8", "k"), ("mxfp8 x bf16", "q"), ("mxfp8", "qk")]
+)
+def test_one_operand_may_stay_bf16(product: str, changed: str, backend: str) -> None:
+    case = Case((40, 3), (20, 5))
+    given = operands(case, dtype=torch.bfloat16)
+    casts = {name: ops.quantize(getattr(given, name), "mxfp8") for name in changed}
+    read = given._replace(
+        **{name: ops.dequantize(one, torch.bfloat16) for name, one in casts.items()}
+    )
+    found = by_ours(case, given, f"{product} / bf16 / bf16 / bf16 / bf16 / bf16", backend=backend)
+    assert torch.equal(found[0], by_ours(case, read, backend=backend)[0])
+    assert not torch.equal(found[0], by_ours(case, given, backend=backend)[0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mask", [MASKS[0], MASKS[2]], ids=str)
+def test_a_backward_pass_of_what_the_forward_pass_read(mask: Mask, backend: str) -> None:
+    """A cast changes nothing that it has cast: gradients of q, k, v are those of their casts."""
+    case = Case((140, 0, 3), (150, 2, 3), head_dim=16, mask=mask)
+    given = operands(case, dtype=torch.bfloat16)
+    ends = {"q": given.cu_q, "k": given.cu_k, "v": given.cu_k}
+    read = given._replace(**{name: rounded(getattr(given, name), cu) for name, cu in ends.items()})
+    plain = f"{ROUNDED.partition(' / bf16 x')[0]} / bf16 / bf16 / bf16 / bf16"
+    for a, b in zip(
+        by_ours(case, given, ROUNDED, backend=backend),
+        by_ours(case, read, plain, backend=backend),
+        strict=True,
+    ):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("policy", ["bf16", MXFP8, FP8], ids=["bf16", "mxfp8", "fp8"])
@@ -300,6 +338,15 @@ def test_refusals(what: str) -> None:
         ("fp8_rowwise", "depend on what else is in the batch"),
         ("nvfp4", "depend on what else is in the batch"),
         ("skip", "no product of attention is skipped"),
+        ("bf16 x bf16", "a product in bf16 is written 'bf16'"),
+        ("bf16 x mxfp8:sr", "rounds to nearest only"),
+        ("bf16 x mxfp8 + rht32", "take no rotation"),
+        ("bf16 x fp8_rowwise", "depend on what else is in the batch"),
+        ("bf16 x skip", "no product of attention is skipped"),
+        ("bf16 x mxfp9", "did you mean"),
+        ("bf16 x ", "one of the two may be bf16"),
+        ("mxfp8 x bf16 x mxfp8", "one of the two may be bf16"),
+        ("bf16 / mxfp8 x e4m3*256 / bf16 / bf16 / bf16 / bf16", "the left operand of pv and dv"),
         ("mxfp9", "did you mean"),
     ],
 )
@@ -309,9 +356,13 @@ def test_policies_that_cannot_be_meant(text: str, message: str) -> None:
 
 
 def test_policies_read_what_they_write() -> None:
-    for text in ("bf16", MXFP8, FP8, "mxfp4"):
+    one_sided = "mxfp8 x bf16 / e4m3*256 x bf16 / bf16 x mxfp8 / bf16 / bf16 / bf16 x mxfp8:floor"
+    for text in ("bf16", MXFP8, FP8, "mxfp4", ROUNDED, one_sided):
         policy = AttentionPolicy.parse(text)
+        assert str(policy) == (text if "/" in text else " / ".join([text] * 6))
         assert AttentionPolicy.parse(str(policy)) == policy
+    assert isinstance(policy.pv, AttentionGemm)
+    assert [str(one) for one in policy.pv.casts] == ["e4m3*256", "None"]
     assert lowprec.AttentionPolicy is AttentionPolicy
 
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import lowprec
 from lowprec import Attention, Mask, Rotary, ops
 from lowprec.errors import UnsupportedError
-from lowprec.nn.rotary import positions
+from lowprec.rotary import positions
 from tests.core.attention_cases import COMPILERS, MXFP8, offsets, one_thread
 
 __all__ = ["one_thread"]
@@ -179,6 +179,9 @@ def test_float64_without_casts_is_exact_and_said_so() -> None:
     expected = nn.functional.scaled_dot_product_attention(*(q.transpose(1, 2),) * 3)
     torch.testing.assert_close(layer(q, q, q), expected.transpose(1, 2), rtol=1e-12, atol=1e-12)
     assert lowprec.observe(layer).gemms[""]["qk"] == {"float64": 1}
+    half = Attention(policy="bf16 x mxfp8")
+    half(q, q, q)
+    assert lowprec.observe(half).gemms[""]["qk"] == {"float64 x mxfp8": 1}
 
 
 def test_a_schedule_follows_the_step() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib.util
 import pickle
 from typing import Any
@@ -15,11 +16,13 @@ from torch.nn import functional
 import lowprec
 from benchmarks.attention_sqnr import recipe_policy
 from lowprec import Attention, Mask, Plan
+from lowprec.attention_planning import bounded
 from lowprec.attention_policy import AttentionPolicy
 from lowprec.backends import attention_triton
 from lowprec.backends.attention import AttentionChoice, AttentionFacts, choose_attention
 from lowprec.errors import PlanError, RecipeError, UnsupportedError
 from lowprec.hardware import NAMED
+from lowprec.policy import BF16
 from lowprec.recipe import parse_recipe
 from tests.core.attention_cases import COMPILERS, one_thread
 
@@ -297,6 +300,19 @@ def test_rules_that_match_no_attention_or_decide_nothing() -> None:
         lowprec.plan(nn.Sequential(Attention()), twice)
     assert parse_recipe(RECIPE.to_toml(), name="test") == RECIPE
     assert parse_recipe(RULE.replace("256", "128"), name="test").hash != RECIPE.hash
+
+
+def test_dp_reads_v_as_pv_does_where_p_has_no_bound() -> None:
+    shipped, native = recipe_policy("fp8-attention"), AttentionPolicy.parse("fp8_128x128")
+    policy, notes = bounded(shipped, "silu")
+    assert policy == dataclasses.replace(shipped, pv=BF16, dp=BF16)
+    assert notes == [
+        "pv stays bf16: silu gives P no bound for e4m3*256",
+        "dp stays bf16: it reads v as pv does",
+    ]
+    assert bounded(shipped, "softmax") == (shipped, [])
+    both = dataclasses.replace(shipped, dp=native.dp)
+    assert bounded(both, "silu")[0] == dataclasses.replace(both, pv=BF16)
 
 
 def test_the_backend_follows_from_facts_and_refusals_are_kept(

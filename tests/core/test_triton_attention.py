@@ -43,15 +43,6 @@ def drawn(
     return cases.drawn(queries, keys, heads, width, "cpu")
 
 
-@pytest.fixture(autouse=True)
-def _whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of these batches have few queries a sequence: split keys only where it is the subject."""
-    if INTERPRETED:
-        from lowprec.backends.triton_kernels import attention_ops
-
-        monkeypatch.setattr(attention_ops, "FEW", 0)
-
-
 @needs_triton
 @pytest.mark.skipif(INTERPRETED, reason="this is the subprocess")
 @pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
@@ -112,22 +103,22 @@ def test_more_keys_than_queries(mask: str) -> None:
 
 @inside
 @pytest.mark.parametrize(
-    ("activation", "mask", "keys"),
+    ("activation", "mask"),
     [
-        ("softmax", "none", [550, 0, 33, 5]),
-        ("silu", "window", [70, 3, 33, 5]),
-        pytest.param("softmax", "causal", [150, 3, 33, 5], marks=pytest.mark.slow),
+        ("softmax", "none"),
+        ("silu", "window"),
+        pytest.param("softmax", "causal", marks=pytest.mark.slow),
     ],
 )
 def test_keys_split_over_programs(
-    activation: Any, mask: str, keys: list[int], monkeypatch: pytest.MonkeyPatch
+    activation: Any, mask: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """550 keys are more than 16 chunks of one tile."""
+    """By the lengths of their own sequence: alone, it has the bits that it has in a batch."""
     from lowprec.backends.triton_kernels import attention_ops
 
-    monkeypatch.setattr(attention_ops, "FEW", 64)
-    monkeypatch.setattr(attention_ops, "LONG", 0)
-    q, k, v, _, cu_q, cu_k = drawn([33, 3, 0, 2], keys, (1, 1))
+    monkeypatch.setattr(attention_ops, "CHUNK", 64)
+    queries, keys = [3, 40, 32, 0, 2, 1], [150, 70, 65, 300, 64, 129]
+    q, k, v, _, cu_q, cu_k = drawn(queries, keys, (2, 1))
     how: dict[str, Any] = {"call": AttentionCall(activation, MASKS[mask], 0.2), "bias": None}
     how["policy"] = ATTENTION_BF16
     o, lse = attention_ops.attention_forward(q, k, v, cu_q, cu_k, **how)
@@ -135,6 +126,14 @@ def test_keys_split_over_programs(
     o_law, lse_law = attention_reference.attention_forward(*wide, cu_q, cu_k, **how)
     assert error(o, o_law) < 5e-3
     torch.testing.assert_close(lse.double(), lse_law, atol=1e-5, rtol=1e-5)
+    for b in (0, 5):
+        rows, cols = (slice(int(cu[b]), int(cu[b + 1])) for cu in (cu_q, cu_k))
+        ends = cases.cu([queries[b]], "cpu"), cases.cu([keys[b]], "cpu")
+        alone, _ = attention_ops.attention_forward(q[rows], k[cols], v[cols], *ends, **how)
+        assert torch.equal(alone, o[rows])
+    monkeypatch.setattr(attention_ops, "CHUNK", 256)
+    unsplit, _ = attention_ops.attention_forward(q, k, v, cu_q, cu_k, **how)
+    assert activation != "softmax" or not torch.equal(unsplit, o)
 
 
 @inside
@@ -283,8 +282,11 @@ def test_the_schedule_lists_each_tile_once_and_long_ones_first() -> None:
     [
         ([70, 0, 1], "causal", 32, cases.NATIVE),
         ([33], "none", 48, cases.BF16_DP),
+        ([9], "window", 32, cases.ROUNDED),
         pytest.param([128, 127], "window", 128, cases.NATIVE, marks=pytest.mark.slow),
         pytest.param([90], "blocks", 64, cases.BF16_DP, marks=pytest.mark.slow),
+        pytest.param([70, 0, 1], "causal", 48, cases.ROUNDED, marks=pytest.mark.slow),
+        pytest.param([90, 128], "blocks", 128, cases.ROUNDED, marks=pytest.mark.slow),
     ],
 )
 def test_eight_bits_within_one_tile(
@@ -297,7 +299,7 @@ def test_eight_bits_within_one_tile(
 
 @inside
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", [cases.NATIVE, cases.BF16_DP])
+@pytest.mark.parametrize("policy", [cases.NATIVE, cases.BF16_DP, cases.ROUNDED])
 def test_eight_bits_over_several_tiles(policy: AttentionPolicy) -> None:
     """P is cast against the maximum so far, not against the row's."""
     tensors = drawn([40], [200], (1, 1))
@@ -316,27 +318,64 @@ def test_eight_bits_with_scales_far_apart() -> None:
 
 
 @inside
-def test_eight_bits_do_not_depend_on_neighbours() -> None:
+@pytest.mark.parametrize("width", [48, pytest.param(128, marks=pytest.mark.slow)])
+def test_a_bf16_backward_pass_reads_what_the_forward_pass_read(width: int) -> None:
+    """Sequences of several tiles and of none; magnitudes far apart, zeros, NaN, Inf; views."""
+    tensors = drawn([3, 0, 130, 5], [140, 2, 131, 6], (2, 1), width)
+    spread = torch.randn(tensors[0].shape, generator=torch.Generator().manual_seed(1))
+    tensors[0] *= torch.exp2(3 * spread)
+    tensors[1][:130] *= 2.0**20
+    tensors[2][142:270] = 0
+    tensors[2][-1] = torch.nan
+    tensors[1][-1, 0, 3] = torch.inf
+    views = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in tensors[:4]]
+    cases.assert_rounds_as_the_reference([*views, *tensors[4:]])
+    few = drawn([5, 0], [5, 3], (2, 1), width)
+    cases.assert_reads_what_was_read(few, AttentionCall("softmax", Mask("causal"), 0.2))
+
+
+@inside
+def test_a_bf16_backward_pass_within_blocks() -> None:
+    """By the kernel that takes blocks in one pass."""
+    tensors = drawn([7], [7], (1, 1))
+    tensors[5] = tensors[4]
+    cases.assert_reads_what_was_read(tensors, AttentionCall("softmax", MASKS["blocks"], 0.2))
+
+
+@inside
+@pytest.mark.parametrize(
+    "policy", [cases.NATIVE, pytest.param(cases.ROUNDED, marks=pytest.mark.slow)]
+)
+def test_eight_bits_do_not_depend_on_neighbours(policy: AttentionPolicy) -> None:
     from lowprec.backends.triton_kernels import attention_ops
 
     lengths = [30, 20]
     tensors = drawn(lengths, lengths, (1, 1))
     call = AttentionCall("softmax", Mask(), 0.2)
-    whole = cases.run(attention_ops, tensors, call, policy=cases.NATIVE)
+    whole = cases.run(attention_ops, tensors, call, policy=policy)
     tensors[0][30:] = torch.nan
     tensors[1][30:] = torch.inf
     tensors[2][30:] *= 1000
-    spoiled = cases.run(attention_ops, tensors, call, policy=cases.NATIVE)
+    spoiled = cases.run(attention_ops, tensors, call, policy=policy)
     assert all(torch.equal(whole[n][:30], spoiled[n][:30]) for n in ("o", "dq", "dk", "dv"))
     assert not spoiled["o"][30:].isfinite().any()
 
 
+STATIC = "e4m3*256 x fp8_128x128"
+FORWARD = f"fp8_128x128 / {STATIC}"
 REFUSED = {
     "mxfp8": "cast alike",
     "bf16 / bf16 / fp8_128x128 / bf16 / bf16 / bf16": "both or neither",
     "fp8_128x128 / e4m3*256 x fp8_128x128 / bf16 / bf16 / fp8_128x128 / bf16": "dq",
     "fp8_128x128 / fp8_128x128 / bf16 / bf16 / bf16 / bf16": "fixed factor",
     "fp8_128x128 / e4m3*256 x mxfp8 / bf16 / bf16 / bf16 / bf16": "cast alike",
+    f"{FORWARD} / bf16 x fp8_128x128 / bf16 / bf16 / bf16": "where dq and dk cast k and q",
+    f"{FORWARD} / bf16 / bf16 / bf16 x fp8_128x128 / bf16": "all three or none",
+    f"{FORWARD} / fp8_128x128 / bf16 / bf16 x fp8_128x128 / bf16 x fp8_128x128": "all three",
+    f"{FORWARD} / bf16 x mxfp8 / bf16 / bf16 x fp8_128x128 / bf16 x fp8_128x128": "cast alike",
+    f"{FORWARD} / bf16 x fp8_128x128 / bf16 / bf16 x fp8_128x128 / fp8_128x128 x bf16": "dq",
+    f"fp8_128x128 x bf16 / {STATIC} / bf16 / bf16 / bf16 / bf16": "cast alike",
+    "fp8_128x128 / bf16 x fp8_128x128 / bf16 / bf16 / bf16 / bf16": "fixed factor",
 }
 
 
@@ -354,7 +393,7 @@ def test_what_the_eight_bit_kernels_take() -> None:
     from lowprec.backends.triton_kernels.attention_native import refuse_native
 
     how: dict[str, Any] = {"head_dim": 128, "capability": (9, 0)}
-    for policy in (cases.NATIVE, cases.BF16_DP):
+    for policy in (cases.NATIVE, cases.BF16_DP, cases.ROUNDED):
         assert refuse_native(policy, "softmax", **how) is None
         assert "gelu" in str(refuse_native(policy, "gelu", **how))
         assert "256" in str(refuse_native(policy, "softmax", **how | {"head_dim": 256}))

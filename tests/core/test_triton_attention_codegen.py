@@ -18,7 +18,7 @@ import torch
 
 from lowprec.attention_call import AttentionCall, Mask
 from lowprec.attention_policy import ATTENTION_BF16
-from tests.core.attention_kernel_cases import NATIVE
+from tests.core.attention_kernel_cases import NATIVE, ROUNDED
 from tests.core.test_triton_codegen import Recorder, disassembled
 
 pytestmark = pytest.mark.skipif(
@@ -42,7 +42,8 @@ OTHERS = {"combine": "attention", "prepare": "attention_gradients"}
 OTHERS |= {"bias_backward": "attention_bias", "fill_schedule": "attention_schedule"}
 OTHERS |= dict.fromkeys(("attend_fp8", "encode_pair", "delta_of_codes"), "attention_fp8")
 OTHERS |= dict.fromkeys(("attend_blocks", "blocks_backward"), "attention_blocks")
-WITHOUT = ("combine", "prepare", "fill_schedule", "encode_pair", "delta_of_codes")
+OTHERS |= {"round_pair": "attention_round"}
+WITHOUT = ("combine", "prepare", "fill_schedule", "encode_pair", "delta_of_codes", "round_pair")
 # kernel, head dim, activation, mask: registers a thread at most, on sm90 with Triton 3.6.
 BUDGET = {
     ("attend", 128, "softmax", "none"): 208,
@@ -72,6 +73,9 @@ BUDGET = {
     ("encode_pair", 128, "softmax", "none"): 144,
     ("delta_of_codes", 128, "softmax", "none"): 160,
     ("fill_schedule", 64, "softmax", "none"): 128,
+    ("round_pair", 128, "softmax", "none"): 255,
+    ("round_pair", 64, "softmax", "none"): 128,
+    ("round_pair", 96, "softmax", "none"): 255,
 }
 MORE = [
     (kernel, width, activation, mask)
@@ -82,7 +86,7 @@ MORE = [
     if width in (64, 128, 256) or (activation, mask) == ("softmax", "causal")
 ]
 QUICK = [*list(BUDGET)[:3], ("attend_fp8", 128, "softmax", "none")]
-QUICK += [("attend_blocks", 64, "softmax", "blocks")]
+QUICK += [("attend_blocks", 64, "softmax", "blocks"), ("round_pair", 64, "softmax", "none")]
 CASES = [pytest.param(*one, marks=[] if one in QUICK else [pytest.mark.slow]) for one in BUDGET]
 CASES += [pytest.param(*one, marks=pytest.mark.slow) for one in MORE if one not in BUDGET]
 
@@ -117,6 +121,8 @@ def recorded(kernel: str, call: AttentionCall, width: int, monkeypatch: Any) -> 
         "policy": NATIVE if eight else ATTENTION_BF16,
         "bias": bias,
     }
+    if name == "round_pair":
+        how["policy"] = ROUNDED
     keys = x.new_empty(16 * tokens, 8, width) if form == "few" else x
     attention_ops.attention_forward(x, keys, keys, cu, other, **how)
     attention_ops.attention_backward(x, x, x, x, x, lse, cu, other, **how)
@@ -146,7 +152,8 @@ def test_kernels_stay_within_their_budget(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     call = AttentionCall(activation, MASKS[mask], 0.125)
-    compiled = recorded(kernel, call, width, monkeypatch).compile(capability)
+    recorder = recorded(kernel, call, width, monkeypatch)
+    compiled = recorder.compile(capability)
     counted, resources = disassembled(compiled, tmp_path)
     assert resources["LOCAL"] == 0
     if capability == 90:
@@ -157,3 +164,7 @@ def test_kernels_stay_within_their_budget(
         assert bool(products) == (kernel.partition(",")[0] not in WITHOUT)
         eight = any("QGMMA" in name for name in counted)
         assert eight == (kernel == "attend_fp8" or ", 8 bits" in kernel)
+        if kernel == "round_pair":
+            # 2 bytes in, 2 out of each element: time for some 20 instructions.
+            warps = recorder.options["num_warps"]
+            assert sum(counted.values()) * 32 * warps <= 20 * 2 * 128 * width

@@ -31,8 +31,11 @@ POINTERS = {
     torch.float32: "fp32",
     torch.float16: "fp16",
     torch.uint8: "u8",
+    torch.int8: "i8",
     torch.int32: "i32",
+    torch.int64: "i64",
     torch.int16: "i16",
+    torch.float8_e4m3fn: "fp8e4nv",
 }
 
 
@@ -125,10 +128,10 @@ def cast(row: str, column: str, dtype: torch.dtype = torch.bfloat16) -> None:
     launch.cast_plain(x, row, column, launch.outputs(x, row, column), integer=False)
 
 
-def pipelined(row: str, column: str, dtype: torch.dtype = torch.bfloat16) -> None:
+def pipelined(row: str, column: str, dtype: torch.dtype = torch.bfloat16, cols: int = 2048) -> None:
     from lowprec.backends.triton_kernels import launch, pipelined
 
-    x = matrix(dtype)
+    x = matrix(dtype, cols=cols)
     pipelined.cast(x, row, column, launch.outputs(x, row, column))
 
 
@@ -176,12 +179,35 @@ def ragged(what: str, name: str) -> None:
         value_ops.round_trip(x, name, by_column=False, dtype=torch.bfloat16, integer=False)
 
 
-def normed(cols: int, *, centered: bool) -> None:
+def normed(cols: int, *, centered: bool, dtype: torch.dtype = torch.bfloat16) -> None:
     from lowprec.backends.triton_kernels import fused
 
-    x, weight = matrix(cols=cols)[0], torch.empty(cols, dtype=torch.bfloat16)
+    x, weight = matrix(dtype, cols=cols)[0], torch.empty(cols, dtype=torch.bfloat16)
     bias = weight if centered else None
     fused.normalize(x, Cast.parse("mxfp8"), weight=weight, bias=bias, centered=centered)
+
+
+def streamed_norm(cols: int, *, centered: bool) -> None:
+    from lowprec.backends.triton_kernels import norm_ops, streamed
+
+    x, weight = matrix(cols=cols)[0], torch.empty(cols, dtype=torch.bfloat16)
+    out = norm_ops._norm_outputs(x, None, centered, MX)
+    _, codes, scales, spec = norm_ops.parts(MX, out[-2:])
+    sources = [x, None, weight, weight if centered else None]
+    targets = [None, None, codes, scales, out[1] if centered else None, out[0]]
+    streamed.normalize(sources, targets, 1e-6, spec, shape=streamed.shape_for(cols))
+
+
+def streamed_both(cols: int, *, centered: bool) -> None:
+    from lowprec.backends.triton_kernels import launch, pipelined, streamed
+
+    x, weight = matrix(cols=cols)[0], torch.empty(cols, dtype=torch.bfloat16)
+    known = torch.empty(len(x))
+    affine = pipelined.Affine(
+        *((weight, weight, known, known) if centered else (weight, None, None, known))
+    )
+    out = [t[0] for t in launch.outputs(x[None], MX, MX)]
+    streamed.normalize_both(x, (MX, MX), out, affine, 1e-6)
 
 
 def normed_both(cols: int, *, centered: bool = False, row: bool = True) -> None:
@@ -283,7 +309,8 @@ def gate_halves_backward() -> None:
 MX, TILE, WIDE, SQUARE = "mxfp8", "mxfp8_32x32", "mxfp8_1x128", "mxfp8_128x128"
 # case: module and kernel, launch, registers a thread at most, instructions an element at most (of
 # the whole kernel, so the pipelined ones count what they do once a program). Recorded on sm90 and
-# sm100 with Triton 3.6, plus a tenth.
+# sm100 with Triton 3.6, plus a tenth. Of random rounding to FP8 both ways count, of which a tile
+# takes one.
 BUDGET: dict[str, tuple[str, Callable[[], None], int, float]] = {
     "row 1x32": ("tiles.cast_tiles", lambda: cast(MX, ""), 40, 19),
     "row 1x32 float32": ("tiles.cast_tiles", lambda: cast(MX, "", torch.float32), 40, 17),
@@ -295,6 +322,12 @@ BUDGET: dict[str, tuple[str, Callable[[], None], int, float]] = {
     "both 32x32": ("pipeline.cast_tiles_pipelined", lambda: pipelined(TILE, TILE), 184, 16),
     "both 1x128": ("pipeline.cast_tiles_pipelined", lambda: pipelined(WIDE, WIDE), 255, 21),
     "both 128x128": ("pipeline.cast_tiles_pipelined", lambda: pipelined(SQUARE, SQUARE), 200, 22),
+    "both 1x32, rows at 8 bytes": (
+        "pipeline.cast_tiles_pipelined",
+        lambda: pipelined(MX, MX, cols=100),
+        255,
+        19.5,
+    ),
     "both float32": (
         "pipeline.cast_tiles_pipelined",
         lambda: pipelined(MX, MX, torch.float32),
@@ -302,13 +335,13 @@ BUDGET: dict[str, tuple[str, Callable[[], None], int, float]] = {
         17,
     ),
     "column 1x32": ("pipeline.cast_tiles_pipelined", lambda: pipelined("", MX), 112, 13),
-    "rowwise": ("spans.cast_whole_rows", whole_rows, 40, 35),
+    "rowwise": ("spans.cast_whole_rows", whole_rows, 52, 26),
     "maxima": ("spans.partial_maxima", lambda: spanned("fp8_rowwise", by_column=True), 40, 11),
     "tensorwise": (
         "spans.encode_spans",
         lambda: spanned("fp8_tensorwise", by_column=False),
-        64,
-        28,
+        88,
+        19,
     ),
     "decode 1x32": ("values.decode_tiles", lambda: decoded(MX), 32, 23),
     "decode 32x32": ("values.decode_tiles", lambda: decoded(TILE), 48, 13),
@@ -323,9 +356,54 @@ BUDGET: dict[str, tuple[str, Callable[[], None], int, float]] = {
         255,
         60,
     ),
-    "rmsnorm 1024": ("norm.norm_rows", lambda: normed(1024, centered=False), 72, 22),
-    "rmsnorm 2048": ("norm.norm_rows", lambda: normed(2048, centered=False), 64, 21),
-    "layernorm 2048": ("norm.norm_rows", lambda: normed(2048, centered=True), 64, 27),
+    "rmsnorm 1024": (
+        "norm_pairs.norm_rows_of_pairs",
+        lambda: normed(1024, centered=False),
+        72,
+        16.5,
+    ),
+    "layernorm 2048": (
+        "norm_pairs.norm_rows_of_pairs",
+        lambda: normed(2048, centered=True),
+        80,
+        22.5,
+    ),
+    "rmsnorm 2048 float32": (
+        "norm.norm_rows",
+        lambda: normed(2048, centered=False, dtype=torch.float32),
+        64,
+        21,
+    ),
+    "rmsnorm 1024, streamed": (
+        "norm_stream.norm_rows_streamed",
+        lambda: streamed_norm(1024, centered=False),
+        88,
+        17,
+    ),
+    "rmsnorm 2048, streamed": (
+        "norm_stream.norm_rows_streamed",
+        lambda: streamed_norm(2048, centered=False),
+        156,
+        15,
+    ),
+    "layernorm 2048, streamed": (
+        "norm_stream.norm_rows_streamed",
+        lambda: streamed_norm(2048, centered=True),
+        176,
+        20.5,
+    ),
+    "rmsnorm both 2048, streamed": (
+        "norm_band_stream.norm_bands_streamed",
+        lambda: streamed_both(2048, centered=False),
+        144,
+        31,
+    ),
+    "layernorm both 1024, streamed": (
+        "norm_band_stream.norm_bands_streamed",
+        lambda: streamed_both(1024, centered=True),
+        208,
+        47,
+    ),
     "rmsnorm both 256": ("norm.norm_bands", lambda: normed_both(256), 255, 35),
     "rmsnorm both 2048": ("norm.norm_bands", lambda: normed_both(2048), 232, 39),
     "layernorm both 2048": ("norm.norm_bands", lambda: normed_both(2048, centered=True), 224, 51),
@@ -349,16 +427,16 @@ BUDGET: dict[str, tuple[str, Callable[[], None], int, float]] = {
         20,
     ),
     "both tensorwise": ("pipeline.cast_tiles_pipelined", pipelined_tensor, 184, 27),
-    "rht16": ("butterfly.rotate_tiles", lambda: rotated(16, MX), 88, 20),
-    "rht32": ("butterfly.rotate_tiles", lambda: rotated(32, MX), 88, 22),
-    "rht128": ("butterfly.rotate_tiles", lambda: rotated(128, MX), 112, 44),
-    "rht32 sr": ("butterfly.rotate_tiles", lambda: rotated(32, "mxfp8:sr"), 80, 46),
-    "rht32 mxfp4 sr": ("butterfly.rotate_tiles", lambda: rotated(32, "mxfp4:sr"), 80, 45),
-    "rht32 column": ("butterfly.rotate_tiles", lambda: rotated(32, MX, -2), 72, 23),
-    "rht32 column sr": ("butterfly.rotate_tiles", lambda: rotated(32, "mxfp8:sr", -2), 88, 55),
-    "row 1x32 sr": ("tiles.cast_tiles", lambda: random_cast("mxfp8:sr", ""), 48, 46),
-    "row 32x32 sr": ("tiles.cast_tiles", lambda: random_cast("mxfp8_32x32:sr", ""), 64, 41),
-    "both 1x32 sr": ("tiles.cast_tiles", lambda: random_cast("mxfp8:sr", "mxfp8:sr"), 255, 82),
+    "rht16": ("butterfly.rotate_tiles", lambda: rotated(16, MX), 90, 14),
+    "rht32": ("butterfly.rotate_tiles", lambda: rotated(32, MX), 88, 16),
+    "rht128": ("butterfly.rotate_tiles", lambda: rotated(128, MX), 80, 42.5),
+    "rht32 sr": ("butterfly.rotate_tiles", lambda: rotated(32, "mxfp8:sr"), 100, 43.5),
+    "rht32 mxfp4 sr": ("butterfly.rotate_tiles", lambda: rotated(32, "mxfp4:sr"), 72, 35),
+    "rht32 column": ("butterfly.rotate_tiles", lambda: rotated(32, MX, -2), 80, 21.5),
+    "rht32 column sr": ("butterfly.rotate_tiles", lambda: rotated(32, "mxfp8:sr", -2), 115, 57),
+    "row 1x32 sr": ("tiles.cast_tiles", lambda: random_cast("mxfp8:sr", ""), 62, 47),
+    "row 32x32 sr": ("tiles.cast_tiles", lambda: random_cast("mxfp8_32x32:sr", ""), 100, 41),
+    "both 1x32 sr": ("tiles.cast_tiles", lambda: random_cast("mxfp8:sr", "mxfp8:sr"), 255, 126),
     "words": ("draws.fill_words", words, 40, 13),
     "norm backward": ("norm.norm_backward_rows", lambda: norm_backward(2048), 144, 35),
     "silu gate": ("gates.gate_tiles", lambda: gated("silu"), 56, 35),
@@ -372,11 +450,13 @@ def recorded(
     kernel: str, launch: Callable[[], None], capability: int, monkeypatch: pytest.MonkeyPatch
 ) -> Recorder:
     """What `launch` launches the kernel with on such a GPU; nothing runs."""
-    from lowprec.backends.triton_kernels import norm_ops, pipelined, spans
+    from lowprec.backends.triton_kernels import norm_ops, pipelined, spans, streamed
 
     monkeypatch.setattr(pipelined, "processors", lambda device: 132)
     monkeypatch.setattr(pipelined, "_major", lambda device: capability // 10)
     monkeypatch.setattr(norm_ops, "_processors", lambda device: 132)
+    pipelined.decided.cache_clear()
+    monkeypatch.setattr(streamed, "_processors", lambda device: 132)
     for name in ("partial_maxima", "encode_spans"):
         monkeypatch.setattr(spans, name, Recorder(getattr(spans, name)))
     module_name, _, name = kernel.partition(".")
@@ -392,12 +472,12 @@ def elements(recorder: Recorder) -> int:
     """Elements that a program of the launch casts (a loop's body counts once)."""
     options = recorder.options
     if "TILE_R" in options:
-        return int(options["TILE_R"] * options["TILE_C"])
+        return int(options["TILE_R"] * options.get("TILE_C", options.get("COLS")))
     if "NB" in options:
         return int(options["TILE_M"] * options["NB"] * 32)
     if "CALLS" in options:
         return int(options["CALLS"] * 16)
-    shape = recorder.arguments[0].block_shape
+    shape = recorder.arguments[2].block_shape  # of the transposed codes
     return int(shape[0] * shape[1])
 
 

@@ -33,7 +33,13 @@ from tests.core.kernel_cases import (
 )
 
 ROOT = Path(__file__).parents[2]
-INTERPRETED_FILES = (__file__, str(Path(__file__).with_name("test_triton_fused.py")))
+INTERPRETED_FILES = (
+    __file__,
+    *(
+        str(Path(__file__).with_name(f"test_{one}.py"))
+        for one in ("triton_fused", "emulated_values")
+    ),
+)
 # numpy, in which the interpreter computes, warns of the very NaN and Inf that are tested.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

@@ -94,8 +94,8 @@ def test_errors_about_the_input_arrive_as_themselves(tasks) -> None:
 def test_a_node_with_another_program_or_other_files_is_refused(
     tasks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = ray_executor._program()
-    monkeypatch.setattr(ray_executor, "_program", lambda: {**program, "lowprec": "older"})
+    program = ray_executor.program_here()
+    monkeypatch.setattr(ray_executor, "program_here", lambda: {**program, "lowprec": "older"})
     with pytest.raises(GateError, match=r"node .* lowprec [0-9a-f]{12} instead of older"):
         results(tasks, experiment(), JOB)
     monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""Bisection and confirmation: the smallest set by an oracle, Holm over attempts, binary search."""
+"""Bisection: the smallest set by an oracle, and what is written of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from qualitygates.errors import ExperimentError
 from qualitygates.experiment import Experiment
 from qualitygates.sensitivity import bisect as bisection
 from qualitygates.sensitivity.bisect import smallest
-from qualitygates.sensitivity.confirm import Attempt, confirmed, p_value, search_order
 from qualitygates.sensitivity.pool import SamePlace
 from qualitygates.sensitivity.spec import SweepSpec
 
@@ -75,62 +74,6 @@ def test_out_of_gates_it_says_that_nothing_is_proven() -> None:
     assert not found.proven_minimal
 
 
-def attempt(verdict: str, p: float, back: tuple[str, ...] = ()) -> Attempt:
-    return Attempt(Path("x"), back, {"verdict": verdict}, p)
-
-
-def test_one_accepted_recipe_is_confirmed() -> None:
-    only = attempt("ACCEPT", 0.04)
-    assert confirmed([only]) is only
-
-
-def test_attempts_share_the_error() -> None:
-    first = attempt("REJECT", 1.0)
-    assert confirmed([first, attempt("ACCEPT", 0.03)]) is None
-    good = attempt("ACCEPT", 0.02)
-    assert confirmed([first, good]) is good
-    assert confirmed([attempt("INCONCLUSIVE", 0.001)]) is None
-
-
-def test_the_p_value_is_that_of_the_worst_metric_at_the_level_of_the_look() -> None:
-    def entry(estimate: float, *, two_sided: bool = False, alpha: float = 0.05) -> dict:
-        return {
-            "estimate": estimate,
-            "margin": 1.0,
-            "v_seed": 0.04,
-            "v_example": 0.0,
-            "dof": 1e6,
-            "alpha": alpha,
-            "two_sided": two_sided,
-        }
-
-    assert p_value({"metrics": {"a": entry(1.0 - 1.6449 * 0.2)}}) == pytest.approx(0.05, rel=1e-3)
-    two = {"metrics": {"a": entry(-10), "b": entry(-1 + 1.6449 * 0.2, two_sided=True)}}
-    assert p_value(two) == pytest.approx(0.05, rel=1e-3)
-    look = {"metrics": {"a": entry(1.0 - 1.6449 * 0.2, alpha=0.021)}}
-    assert p_value(look) == pytest.approx(0.05 * 0.05 / 0.021, rel=1e-3)
-    assert p_value({"metrics": {}}) == 1.0
-
-
-@pytest.mark.parametrize("needed", range(1, 8))
-def test_attempts_search_by_halves_how_much_to_give_back(needed: int) -> None:
-    order = NAMES[:8]
-
-    def gate(given_back: tuple[str, ...]) -> Attempt:
-        return attempt("ACCEPT" if len(given_back) >= needed else "REJECT", 0.01, given_back)
-
-    attempts = search_order(order, gate, most=10)
-    accepted = [one for one in attempts if one.accepted]
-    assert min(len(one.given_back) for one in accepted) == needed
-    assert len(attempts) <= 4
-    assert len(search_order(order, gate, most=2)) == 2
-
-
-def test_an_accepted_first_attempt_ends_the_search() -> None:
-    attempts = search_order(NAMES, lambda back: attempt("ACCEPT", 0.01, back), most=5)
-    assert len(attempts) == 1
-
-
 GATE = """
 schema = 1
 name = "toy"
@@ -162,7 +105,7 @@ def bisected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "sweep.toml").write_text(SWEEP)
 
     @contextmanager
-    def same_place(workers: int, *, device: str = "cpu"):
+    def same_place(workers: int, *, device: str = "cpu", cluster: str = ""):
         yield SamePlace()
 
     def run(guilty: str) -> tuple[dict, Path]:
@@ -192,6 +135,12 @@ def test_a_rejected_recipe_gets_its_guilty_layer_back_in_bf16(bisected, guilty: 
     ]
     assert "given back to BF16" in rules[guilty].why
     assert found["gates"][0]["seeds"] == [101, 102, 103]
+    # The gates chose on the sweep's rows; what judges the choice has other rows and other seeds.
+    chose = Experiment.from_toml(out / "gates" / found["gates"][0]["key"] / "gate.toml")
+    judges = Experiment.from_toml(out / "gate.toml")
+    assert (chose.options["first"], chose.options["last"]) == (0.0, 0.4)
+    assert (judges.options["first"], judges.options["last"]) == (0.4, 1.0)
+    assert list(judges.seeds) == [104, 105, 106]
 
 
 def test_a_recipe_that_passes_has_nothing_to_give_back(bisected) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import ast
 import json
 import random
+import shutil
+import tomllib
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ from qualitygates.errors import ExperimentError, GateError, RecordError
 from qualitygates.experiment import Experiment
 from qualitygates.records import read_record
 from qualitygates.sensitivity import driver, measuring
+from qualitygates.sensitivity.branches import Checkpoint, Setting, sweep_part
 from qualitygates.sensitivity.pool import SamePlace
 from qualitygates.sensitivity.spec import SweepSpec
 from qualitygates.workload import load_workload
@@ -29,8 +33,8 @@ name = "toy"
 workload = "{workload}"
 margins = "demo"
 looks = [3]
-options = {{ rows = 2000 }}
-train = {{ steps = 30, batch_size = 64 }}
+options = {{ rows = 1000 }}
+train = {{ steps = 20, batch_size = 32 }}
 baseline = {{ recipe = "bf16" }}
 candidate = {{ recipe = "mxfp8" }}
 speed = {{ required = false }}
@@ -44,7 +48,7 @@ speed = {{ hardware = "none" }}
 fixes = {{ rotation = "none" }}
 screen = {{ batches = 2 }}
 branches = {{ at = [0.1, 0.2], length = 0.2, seeds = 3 }}
-evaluation = {{ rows = 500 }}
+evaluation = {{ rows = 300 }}
 select = {{ budget = "flops"{saving} }}
 confirm = {{ run = false }}
 {more}
@@ -59,7 +63,7 @@ def spec(folder: Path, *, more: str = "", saving: str = "", workload: str = "") 
 
 
 @contextmanager
-def same_place(workers: int, *, device: str = "cpu"):
+def same_place(workers: int, *, device: str = "cpu", cluster: str = ""):
     yield SamePlace()
 
 
@@ -137,7 +141,77 @@ def test_the_gate_has_fresh_seeds_and_the_other_evaluation_rows(finished) -> Non
     assert rows[0]
     assert rows[1]
     assert not rows[0] & rows[1]
-    assert len(rows[0] | rows[1]) == 2000
+    assert len(rows[0] | rows[1]) == 1000
+
+
+def test_whole_trainings_calibrate_what_is_charged(finished) -> None:
+    _, result = finished
+    chosen = result["selection"]
+    assert chosen["calibration"]["training"]["seeds"] == 2
+    assert chosen["calibration"]["factor"] > 0
+    assert chosen["measured"]["trainings"]
+    assert chosen["measured"]["effect"]["seeds"] == 2
+
+
+def metric(estimate: float) -> dict:
+    facts = {"margin": 0.005, "v_seed": 1e-8, "v_example": 0.0, "dof": 10, "two_sided": False}
+    return {"estimate": estimate, **facts}
+
+
+def test_after_a_reject_a_recipe_of_less_harm_is_gated_with_fresh_seeds(
+    finished, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = finished
+    gated: list[tuple[Experiment, str]] = []
+
+    def gate(experiment: Experiment, *, out: Path, **options) -> dict:
+        recipe = experiment.recipe_source(experiment.candidate)
+        gated.append((experiment, lowprec.load_recipe(recipe).hash))
+        bad = len(gated) == 1
+        return {
+            "verdict": "REJECT" if bad else "ACCEPT",
+            "seeds": list(experiment.seeds),
+            "metrics": {"trained/ne": metric(0.02 if bad else 0.0)},
+            "controls": {"null": {"verdict": "ACCEPT"}},
+        }
+
+    monkeypatch.setattr(driver, "run", gate)
+    text = (folder / "sweep.toml").read_text()
+    one = spec(folder)
+    out = folder / "confirmed"
+    shutil.copytree(folder / "out" / "measured", out / "measured")
+    result = run(replace(one, confirm=True), out)
+    (folder / "sweep.toml").write_text(text)
+    done = result["confirmation"]
+    assert (done["verdict"], done["accepted"]) == ("ACCEPT", "2")
+    assert [gate.seeds for gate, _ in gated] == [(101, 102, 103), (104, 105, 106)]
+    assert [a["level"] for a in done["attempts"]] == [0.025, 0.0125]
+    # What is left in the folder is the accepted recipe and its own gate.
+    assert gated[0][1] != gated[1][1] == lowprec.load_recipe(out / "recipe.toml").hash
+    assert Experiment.from_toml(out / "gate.toml").seeds == (104, 105, 106)
+    first, last = (r["selection"]["harm"] for r in (finished[1], result))
+    assert last <= first / 4
+    assert set(done["given_back"]) <= {"body.0", "top"}
+    assert result["plan_hash"] != finished[1]["plan_hash"]
+
+
+def test_a_whole_training_is_the_branch_from_step_0(tmp_path: Path) -> None:
+    """On a model without dropout, whose stream a branch starts anew."""
+    options = {"layers": 2, "width": 16, "heavy": -1, "outliers": 1, "rows": 200}
+    train = {"steps": 6, "batch_size": 16}
+    text = GATE.format(workload=f"{FOLDER}/planted_workload.py:build")
+    content = {**tomllib.loads(text), "options": options, "train": train}
+    gate = Experiment.from_dict(content, folder=tmp_path)
+    late = Setting(gate, {"first": 0.0, "last": 0.5, "clusters": ""}, 100, 2, 4)
+    arm = {"layers.1.linear": "nvfp4 / nvfp4 / nvfp4"}
+    found = {}
+    for setting in (late, replace(late, start=0, window=6)):
+        checkpoint = Checkpoint(setting, 7, sweep_part(setting))
+        found[setting.start] = [checkpoint.branch(one) for one in ({}, arm, {})]
+    assert found[0][0] == found[0][2]
+    assert found[0][0]["loss"][2:] == found[2][0]["loss"]
+    assert found[0][0]["clusters"] == found[2][0]["clusters"]
+    assert found[0][1]["clusters"] != found[2][1]["clusters"]
 
 
 def test_reports_are_written(finished) -> None:
@@ -146,7 +220,10 @@ def test_reports_are_written(finished) -> None:
     assert "NOT GATED" in page
     assert "<script" not in page
     assert str(folder) not in page
-    assert "Nothing on this page is evidence" in (folder / "out" / "report.md").read_text()
+    text = (folder / "out" / "report.md").read_text()
+    assert "Nothing on this page is evidence" in text
+    assert "everything low, whole trainings" in text
+    assert "measured together, in whole trainings" in text
 
 
 def test_the_command_says_that_nothing_is_accepted(finished, capsys) -> None:
@@ -182,7 +259,7 @@ def test_interrupted_at_random_points_it_gives_the_same_result(
     _, expected = finished
 
     @contextmanager
-    def interrupting(workers: int, *, device: str = "cpu"):
+    def interrupting(workers: int, *, device: str = "cpu", cluster: str = ""):
         yield Interrupting()
 
     monkeypatch.setattr(driver, "open_pool", interrupting)

@@ -7,11 +7,9 @@ import pytest
 
 from qualitygates.errors import ExperimentError
 from qualitygates.sensitivity.cost import SpeedFacts
-from qualitygates.sensitivity.effects import Effect
 from qualitygates.sensitivity.groups import Group
 from qualitygates.sensitivity.options import Fixes
 from qualitygates.sensitivity.select import (
-    charged,
     choices_of,
     least_harm,
     most_saving,
@@ -23,22 +21,18 @@ FACTS = SpeedFacts.of(hardware="b200", rows=65536, casts="dual", width=1.0, cali
 RUNG = dict.fromkeys(("fprop", "dgrad", "wgrad"), "mxfp4")
 
 
-def effect(estimate: float, variance: float = 0.0) -> Effect:
-    return Effect(estimate, estimate, estimate, 4, variance, 0.0, 0.0)
-
-
 def case(seed: int, count: int = 4):
     rng = np.random.default_rng(seed)
-    groups, alone = [], {}
+    groups, charges = [], {}
     for i in range(count):
         size = int(rng.choice([1024, 2048, 4096]))
         group = Group(f"g{i}", (f"l{i}",), ((size, size),), (RUNG,), ())
         groups.append(group)
         for product in RUNG:
             harm = float(abs(rng.normal(0, 0.002)))
-            alone[group.name, product] = {"mxfp4": effect(harm), "mxfp8": effect(harm / 5)}
+            charges[group.name, product] = {"mxfp4": harm, "mxfp8": harm / 5}
     shapes = [shape for group in groups for shape in group.shapes]
-    return choices_of(groups, alone, FACTS), totals(groups, FACTS, shapes)
+    return choices_of(groups, charges, FACTS), totals(groups, FACTS, shapes)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -64,8 +58,8 @@ def test_the_choice_is_the_best_of_all(seed: int) -> None:
 
 def test_layers_of_a_fused_group_share_one_choice() -> None:
     group = Group("qkv", ("q", "k", "v"), ((1024, 1024),) * 3, (RUNG,), ())
-    alone = {("qkv", product): {"mxfp4": effect(0.001)} for product in RUNG}
-    options = choices_of([group], alone, FACTS)
+    charges = {("qkv", product): {"mxfp4": 0.001} for product in RUNG}
+    options = choices_of([group], charges, FACTS)
     found = most_saving(options, totals([group], FACTS, group.shapes), budget="flops", harm=0.0015)
     assert len(found.choices) == 1
     assert found.saved["flops"] == pytest.approx(1 / 3)
@@ -73,15 +67,15 @@ def test_layers_of_a_fused_group_share_one_choice() -> None:
 
 def test_a_policy_slower_than_bf16_is_no_choice() -> None:
     small = Group("s", ("s",), ((64, 64),), (RUNG,), ())
-    alone = {("s", product): {"mxfp4": effect(0.0)} for product in RUNG}
-    (choices,) = choices_of([small], alone, FACTS)
+    charges = {("s", product): {"mxfp4": 0.0} for product in RUNG}
+    (choices,) = choices_of([small], charges, FACTS)
     assert [set(one.products.values()) for one in choices] == [{"bf16"}]
 
 
 def test_a_broken_option_is_no_choice() -> None:
     group = Group("g", ("g",), ((2048, 2048),), (RUNG,), ())
-    alone = {("g", product): {"mxfp4": effect(float("inf"))} for product in RUNG}
-    (choices,) = choices_of([group], alone, FACTS)
+    charges = {("g", product): {"mxfp4": float("inf")} for product in RUNG}
+    (choices,) = choices_of([group], charges, FACTS)
     assert len(choices) == 1
 
 
@@ -101,12 +95,6 @@ def test_the_pareto_curve_rises() -> None:
     assert len(points) > 3
     assert harms == sorted(harms)
     assert saved == sorted(saved)
-
-
-def test_noise_is_not_charged_and_harm_is() -> None:
-    assert charged(effect(-0.01, 1e-6)) == 0
-    assert charged(effect(0.0005, 1e-6)) == 0
-    assert charged(effect(0.03, 1e-6)) == pytest.approx(0.03, rel=0.01)
 
 
 def test_fixes_come_cheapest_first_and_only_where_they_exist() -> None:

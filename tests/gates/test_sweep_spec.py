@@ -36,7 +36,10 @@ def test_defaults(tmp_path: Path) -> None:
     assert spec.start_steps == (25,)
     assert spec.window == 15
     assert spec.speed.hardware == "b200"
-    assert not set(spec.branches.seeds) & set(spec.confirm_seeds) & set(spec.gate.seeds)
+    used = (set(spec.branches.seeds), set(spec.confirm_seeds), set(spec.gate.seeds))
+    assert len(set.union(*used)) == sum(map(len, used))
+    # Every attempt has seeds of its own.
+    assert len(spec.confirm_seeds) == spec.attempts * max(spec.gate.looks)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +56,11 @@ def test_defaults(tmp_path: Path) -> None:
         (HEAD + FORMATS + "branches = { first_seed = 101 }", r"also seeds of confirmation"),
         (HEAD + FORMATS + "confirm = { first_seed = 2 }", r"confirmation needs fresh ones"),
         (HEAD + FORMATS + "branches = { seeds = 1 }", r"from 2 to 100"),
+        (
+            HEAD + FORMATS + "branches = { trainings = 1 }",
+            r"trainings = 1 has no error.*at least 2",
+        ),
+        (HEAD + FORMATS + "branches = { trainings = 5 }", r"trainings = 5 .*from 0 to 4"),
         (HEAD + FORMATS + "[[group]]\nname = 'a'\nmatch = []", r"match = \[\] matches no layer"),
         (HEAD + FORMATS + "formatz = 1", r"unknown key 'formatz'.*'formats'"),
         (HEAD + FORMATS + "evaluation = { share = 2 }", r"share = 2 must be a number"),

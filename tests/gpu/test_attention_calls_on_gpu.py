@@ -14,6 +14,7 @@ from tests.core.attention_cases import (
     FP8,
     MASKS,
     MXFP8,
+    ROUNDED,
     SMALL,
     Case,
     Operands,
@@ -47,7 +48,7 @@ def test_bf16_is_within_twice_the_error_of_torch(activation: Any, mask: Mask, pl
         assert error <= 2 * float((b.double() - x).norm()) + 1e-6 * float(x.norm()), name
 
 
-@pytest.mark.parametrize("policy", [MXFP8, FP8], ids=["mxfp8", "fp8"])
+@pytest.mark.parametrize("policy", [MXFP8, FP8, ROUNDED], ids=["mxfp8", "fp8", "rounded"])
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_quantized_products_are_the_references(policy: str, mask: Mask) -> None:
     case = Case((*SMALL, 300), (*SMALL, 300), (4, 2), 64, "softmax", mask)
@@ -55,8 +56,9 @@ def test_quantized_products_are_the_references(policy: str, mask: Mask) -> None:
     law = by_ours(case, given, policy, backend="reference")
     for name, a, b in zip(NAMES, by_ours(case, on_gpu(given), policy), law, strict=False):
         apart = float((a.cpu().double() - b.double()).norm())
-        # A score on the other side of a rounding step moves P or dS by one step of E4M3.
-        assert apart <= 1e-2 * float(b.double().norm()), name
+        # A score on the other side of a rounding step moves P or dS by one step of E4M3; kernels
+        # in 8 bits cast P against the highest score so far.
+        assert apart <= (4e-2 if policy == ROUNDED else 1e-2) * float(b.double().norm()), name
 
 
 def test_lengths_are_read_back_once() -> None:

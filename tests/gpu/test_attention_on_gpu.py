@@ -86,12 +86,11 @@ def test_long_and_heavy_tailed_sequences() -> None:
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("activation", ["softmax", "silu"])
 def test_pooled_queries(activation: Any, width: int) -> None:
-    """Keys that are split over programs, some more often than there are splits."""
+    """Keys that are split over programs, and keys that are not."""
     from lowprec.backends.triton_kernels import attention_ops
 
-    tensors = drawn([32, 32, 1, 32, 7], [8192, 20, 1000, 0, 40000], (4, 2), width)
-    tokens = [t.shape[0] for t in tensors[:2]]
-    assert tokens[1] >= attention_ops.LONG * tokens[0]
+    keys = [8192, 20, 1000, 0, 40000, attention_ops.CHUNK, attention_ops.CHUNK + 1]
+    tensors = drawn([32, 32, 1, 32, 7, 64, 64], keys, (4, 2), width)
     assert_close(tensors, AttentionCall(activation, Mask(), width**-0.5))
 
 
@@ -189,7 +188,7 @@ def test_many_sequences() -> None:
     assert all(got[n].isfinite().all() for n in ("o", "dq", "dk", "dv"))
 
 
-@pytest.mark.parametrize("policy", ["NATIVE", "BF16_DP"])
+@pytest.mark.parametrize("policy", ["NATIVE", "BF16_DP", "ROUNDED"])
 @pytest.mark.parametrize("width", [32, 48, 64, 128])
 @pytest.mark.parametrize("mask", ["none", "causal", "window", "blocks"])
 def test_eight_bits(mask: str, width: int, policy: str) -> None:
@@ -201,9 +200,64 @@ def test_eight_bits(mask: str, width: int, policy: str) -> None:
     cases.assert_as_the_reference(tensors, call, getattr(cases, policy), close=4e-2)
 
 
-def test_eight_bits_over_many_tiles() -> None:
+@pytest.mark.parametrize("policy", ["NATIVE", "ROUNDED"])
+def test_eight_bits_over_many_tiles(policy: str) -> None:
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs sm90")
     tensors = drawn([4096, 300], [4096, 300], (2, 2), 128)
     call = AttentionCall("softmax", Mask(), 128**-0.5)
-    cases.assert_as_the_reference(tensors, call, cases.NATIVE, close=5e-2)
+    cases.assert_as_the_reference(tensors, call, getattr(cases, policy), close=5e-2)
+
+
+@pytest.mark.parametrize("width", [16, 32, 48, 64, 96, 128])
+def test_operands_of_a_bf16_backward_pass_are_rounded_as_the_reference_does(width: int) -> None:
+    """Sequences of several tiles and of none; magnitudes far apart, zeros, NaN, Inf; views."""
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs sm90")
+    tensors = drawn(LENGTHS, LENGTHS, (4, 2), width)
+    tensors[0] *= torch.exp2(3 * torch.randn(tensors[0].shape, device="cuda"))
+    tensors[1][:130] *= 2.0**20
+    tensors[2][230:500] = 0
+    tensors[2][-1] = torch.nan
+    tensors[1][-300, 0, 3] = torch.inf
+    cases.assert_rounds_as_the_reference(tensors)
+    views = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in tensors[:4]]
+    ends = cu(LENGTHS)
+    cases.assert_rounds_as_the_reference([*views, ends, ends])
+
+
+@pytest.mark.parametrize("width", [48, 64, 128])
+@pytest.mark.parametrize("mask", ["none", "causal", "window", "blocks"])
+@pytest.mark.parametrize("heads", [(4, 2), (2, 2)])
+def test_a_bf16_backward_pass_reads_what_the_forward_pass_read(
+    heads: tuple[int, int], mask: str, width: int
+) -> None:
+    """By the kernels that stream, that hold tiles, and that take blocks in one pass."""
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs sm90")
+    tensors = drawn(LENGTHS, LENGTHS, heads, width)
+    tensors[5] = tensors[4]
+    call = AttentionCall("softmax", MASKS[mask], width**-0.5)
+    cases.assert_reads_what_was_read(tensors, call)
+
+
+def test_a_bf16_backward_pass_streams_and_waits_for_nothing() -> None:
+    from lowprec.backends.triton_kernels import (
+        attention_ops,
+        attention_round_ops,
+        attention_stream_ops,
+    )
+
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs sm90")
+    tensors = drawn([100, 20, 300], [100, 20, 300], (2, 2), 128)
+    call = AttentionCall("softmax", Mask("causal"), 0.125)
+    want = cases.run(attention_ops, tensors, call, policy=cases.ROUNDED)
+    with never_waiting():
+        got = cases.run(attention_ops, tensors, call, policy=cases.ROUNDED)
+    assert all(torch.equal(got[name], want[name]) for name in ("o", "dq", "dk", "dv"))
+    q, k, v, _, *ends = tensors
+    one = attention_ops.given((q, k, v), (ends[0], ends[1]), None, call, cases.ROUNDED)
+    assert not attention_stream_ops.takes_backward(one)
+    if torch.cuda.get_device_capability()[0] == 9:
+        assert attention_stream_ops.takes_backward(attention_round_ops.rounded(one))

@@ -18,7 +18,7 @@ from lowprec.backends.triton_kernels.proven import PROVEN
 from lowprec.backends.triton_kernels.views import NEAREST, View, in_memory_order
 from lowprec.blocks import Matrix
 from lowprec.errors import UnsupportedError
-from lowprec.formats import ALL, Cast
+from lowprec.formats import ALL, Cast, Format
 from lowprec.rng import RandomStream
 from lowprec.tensor import QuantizedTensor
 
@@ -107,10 +107,14 @@ def quantize_both(
     streams: tuple[RandomStream | None, RandomStream | None] = (None, None),
 ) -> tuple[QuantizedTensor, QuantizedTensor]:
     """Cast `x` [..., R, C] along its last axis and along the one before, in one read of `x`."""
-    if x.ndim == 2 and row_cast == column_cast and row_cast.format.block == (ALL, ALL):
+    if streams == (None, None) and x.ndim == 2 and x.stride(1) == 1:
+        ready = _at_once(x, row_cast, column_cast)
+        if ready is not None:
+            return ready
+    if x.ndim == 2 and row_cast.format.block == (ALL, ALL) and row_cast == column_cast:
         return _tensor_both(x, row_cast)
     if streams == (None, None) and x.ndim == 2 and x.stride(1) == 1:
-        return _matrix_both(x.detach(), row_cast, column_cast)
+        return _matrix_both(x, row_cast, column_cast)
     if x.ndim < 2 or ALL in (*row_cast.format.block, *column_cast.format.block):
         return (
             quantize(x, row_cast, axis=-1, stream=streams[0]),
@@ -135,13 +139,29 @@ def quantize_both(
     return (second, first) if turned else (first, second)
 
 
+def _at_once(
+    x: torch.Tensor, row_cast: Cast, column_cast: Cast
+) -> tuple[QuantizedTensor, QuantizedTensor] | None:
+    """`quantize_both` to nearest by a launch that is decided already, where there is one."""
+    if torch.compiler.is_compiling() or missing() is not None:
+        return None
+    from lowprec.backends.triton_kernels import launch
+
+    if not launch.may_pipeline(x) or not launch.is_direct(x):
+        return None
+    from lowprec.backends.triton_kernels import matrices
+
+    return matrices.cast_both(x, row_cast, column_cast)
+
+
 def _matrix_both(
     x: torch.Tensor, row_cast: Cast, column_cast: Cast
 ) -> tuple[QuantizedTensor, QuantizedTensor]:
     """`quantize_both` to nearest of [R, C] with unit stride along C, without the general views."""
-    if ALL in (*row_cast.format.block, *column_cast.format.block):
+    if ALL in row_cast.format.block or ALL in column_cast.format.block:
         return quantize(x, row_cast, axis=-1), quantize(x, column_cast, axis=-2)
     _check(x, row_cast, column_cast)
+    x = x.detach()
     x = x.float() if x.dtype == torch.float64 else x
     rows, cols = x.shape
     codes, scales, codes_t, scales_t = _ops(x).cast_tiles(x[None], row_cast.text, column_cast.text)
@@ -190,6 +210,7 @@ def dequantize(q: QuantizedTensor, *, dtype: torch.dtype) -> torch.Tensor:
     """Values of `q` in `dtype`, in the order of memory that the codes have."""
     if q.outer is not None:
         raise UnsupportedError(f"triton: no values of {q.format.name}; use the reference")
+    check_device(q.codes)
     codes, scales = Matrix.of(q.codes, q.format, q.axis), Matrix.of(q.scales, q.format, q.axis)
     data, by_column, flipped = in_memory_order(codes.data, codes.axis)
     scale = scales.data.mT if flipped else scales.data
@@ -209,6 +230,7 @@ def round_trip(
     """
     if ALL in cast.format.block or cast.format.outer:
         raise UnsupportedError(f"triton: no one-pass round trip through {cast.format.name}")
+    check_device(x)
     view = View.of(x, cast, axis)
     out = _ops(view.data).round_trip(view.data, cast.text, view.by_column, dtype)
     return view.restore(out, turned=False, is_scale=False)
@@ -220,6 +242,17 @@ def _ops(x: torch.Tensor) -> Any:
 
     del span_ops, value_ops
     return launch.ops_for(x)
+
+
+def fits_values(fmt: Format) -> bool:
+    """Whether a kernel decodes this format: blocks of a fixed extent, one level of scales."""
+    blocks = ALL not in fmt.block and not fmt.outer
+    return blocks and "values + " + fmt.name in PROVEN and missing() is None
+
+
+def fits_round_trip(cast: Cast) -> bool:
+    """Whether a kernel gives the values after a cast in one pass: to nearest, and proven."""
+    return not cast.stochastic and fits_values(cast.format) and cast.text in PROVEN
 
 
 def fits_rotation(cast: Cast) -> bool:

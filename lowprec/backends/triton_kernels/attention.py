@@ -59,9 +59,9 @@ def finish(acc, peak, total, lse, inside):
 
 
 @triton.jit
-def chunk_of(keys, SPLITS: tl.constexpr, CHUNK: tl.constexpr):
-    """Keys of a chunk: a multiple of CHUNK by which SPLITS chunks are enough."""
-    return tl.maximum(tl.cdiv(keys, SPLITS * CHUNK), 1) * CHUNK
+def slot_of(first_k, chunk, CHUNK: tl.constexpr):
+    """The place in `parts` of a chunk of the keys from `first_k` on, see attention_schedule."""
+    return 2 * first_k.to(tl.int64) // CHUNK + chunk
 
 
 @triton.jit(do_not_specialize=["batch", "tokens", "left", "right", "size"])
@@ -101,7 +101,7 @@ def attend(
     TILE_Q: tl.constexpr,
     TILE_K: tl.constexpr,
     STAGES: tl.constexpr,
-    SPLITS: tl.constexpr,
+    FEW: tl.constexpr,
     CHUNK: tl.constexpr,
     INTEGER: tl.constexpr,
 ):
@@ -109,18 +109,24 @@ def attend(
 
     `group` query heads share a key head. KIND: "softmax" (no bias, positive scale), "softmax,
     scaled" (any), "gelu" or "silu", which write no lse. left, right and size are those of the mask.
-    With SPLITS > 1 a program takes one chunk of the keys and leaves its sums to `combine`: parts
-    [SPLITS, tokens, heads, WIDTH] and sums [2, SPLITS, heads, tokens], the highest exponent and the
-    sum below it.
+    With CHUNK the sequences of at most FEW queries and more than CHUNK keys have a program for each
+    CHUNK keys, which leaves its sums to `combine`: parts [slots, heads, FEW, WIDTH] and sums
+    [slots, heads, 2, FEW], the highest exponent and the sum below it.
     """
     IS_SOFTMAX: tl.constexpr = KIND == "softmax" or KIND == "softmax, scaled"
-    live, sequence, head, tile = place_of(starts, owners, cu_q, batch, heads, TILE_Q)
+    live, sequence, head, tile = place_of(
+        starts, owners, cu_q, batch, heads, TILE_Q, cu_k, FEW, CHUNK
+    )
     if not live:
         return
     first_q = tl.load(cu_q + sequence)
     queries = tl.load(cu_q + sequence + 1) - first_q
     first_k = tl.load(cu_k + sequence)
     keys = tl.load(cu_k + sequence + 1) - first_k
+    chunk = tile
+    if CHUNK:
+        split = (queries <= FEW) & (keys > CHUNK)
+        tile = tl.where(split, 0, tile)
     if MASK == "causal":  # The last tiles see the most keys.
         tile = tl.cdiv(queries, TILE_Q) - 1 - tile
     first = tile * TILE_Q
@@ -141,13 +147,9 @@ def attend(
     low_first, high_first = key_range(first, queries, keys, left, right, size, MASK)
     low_last, high_last = key_range(last_row, queries, keys, left, right, size, MASK)
     start, clear, unclear, end = stretch(low_first, high_first, low_last, high_last, TILE_K)
-    if SPLITS > 1:
-        chunk = chunk_of(end - start, SPLITS, CHUNK)
-        split = tl.program_id(1)
-        start += split * chunk
-        end = tl.minimum(end, start + chunk)
-        if start >= end:
-            return
+    if CHUNK:
+        start = tl.where(split, tl.maximum(start, chunk * CHUNK), start)
+        end = tl.where(split, tl.minimum(end, (chunk + 1) * CHUNK), end)
     start, end = loop_end(start, INTEGER), loop_end(end, INTEGER)
     for n in tl.range(start, end, TILE_K, num_stages=STAGES):
         key = load_rows(key_at, n, keys, k_row, TILE_K, D, WIDTH)
@@ -169,22 +171,22 @@ def attend(
         value = load_rows(value_at, n, keys, v_row, TILE_K, D, WIDTH)
         acc = product(narrow(p, INTEGER), value, acc)
 
+    if CHUNK:  # noqa: SIM102 (a constant, without which `split` is not there)
+        if split:
+            at = slot_of(first_k, chunk, CHUNK) * heads + head
+            row, column = tl.arange(0, TILE_Q), tl.arange(0, D)
+            if IS_SOFTMAX:
+                tl.store(sums + at * 2 * FEW + row, peak * unit, mask=row < queries)
+                tl.store(sums + (at * 2 + 1) * FEW + row, total, mask=row < queries)
+            inside = (row < queries)[:, None] & (column < WIDTH)[None, :]
+            here = parts + at * FEW * WIDTH + row[:, None] * WIDTH + column[None, :]
+            tl.store(here, acc, mask=inside)
+            return
     line = head.to(tl.int64) * tokens + first_q + rows
-    if SPLITS > 1:
-        if IS_SOFTMAX:
-            at = split.to(tl.int64) * heads * tokens + line
-            tl.store(sums + at, peak * unit, mask=rows < queries)
-            at += tl.cast(SPLITS, tl.int64) * heads * tokens
-            tl.store(sums + at, total, mask=rows < queries)
-        column = tl.arange(0, D)
-        at = ((split.to(tl.int64) * tokens + first_q + rows) * heads + head) * WIDTH
-        inside = (rows < queries)[:, None] & (column < WIDTH)[None, :]
-        tl.store(parts + at[:, None] + column[None, :], acc, mask=inside)
-    else:
-        if IS_SOFTMAX:
-            acc = finish(acc, peak * unit, total, lse + line, rows < queries)
-        out_at = o + (first_q.to(tl.int64) * heads + head) * WIDTH
-        store_rows(out_at, first, queries, heads * WIDTH, acc, WIDTH, INTEGER)
+    if IS_SOFTMAX:
+        acc = finish(acc, peak * unit, total, lse + line, rows < queries)
+    out_at = o + (first_q.to(tl.int64) * heads + head) * WIDTH
+    store_rows(out_at, first, queries, heads * WIDTH, acc, WIDTH, INTEGER)
 
 
 @triton.jit(do_not_specialize=["batch", "tokens", "left", "right", "size"])
@@ -207,54 +209,56 @@ def combine(
     KIND: tl.constexpr,
     WIDTH: tl.constexpr,
     D: tl.constexpr,
-    TILE_Q: tl.constexpr,
+    FEW: tl.constexpr,
     TILE_K: tl.constexpr,
-    SPLITS: tl.constexpr,
     CHUNK: tl.constexpr,
     INTEGER: tl.constexpr,
 ):
-    """o and lse of one tile of queries a program, from the chunks that `attend` left, in order."""
+    """o and lse of one head of one sequence a program, from what the chunks of `attend` left.
+
+    starts, owners: the list of the sequences that are split, for a program a place; or None.
+    """
     IS_SOFTMAX: tl.constexpr = KIND == "softmax" or KIND == "softmax, scaled"
-    live, sequence, head, tile = place_of(starts, owners, cu_q, batch, heads, TILE_Q)
-    if not live:
-        return
+    sequence, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    if owners is not None:
+        entry = sequence
+        if entry >= tl.load(starts + batch):
+            return
+        sequence = tl.load(owners + entry)
+        if entry != tl.load(starts + sequence):
+            return
     first_q = tl.load(cu_q + sequence)
     queries = tl.load(cu_q + sequence + 1) - first_q
-    keys = tl.load(cu_k + sequence + 1) - tl.load(cu_k + sequence)
-    if MASK == "causal":
-        tile = tl.cdiv(queries, TILE_Q) - 1 - tile
-    first = tile * TILE_Q
-    rows = first + tl.arange(0, TILE_Q)
-    last_row = tl.minimum(first + TILE_Q, queries) - 1
-    low_first, high_first = key_range(first, queries, keys, left, right, size, MASK)
-    low_last, high_last = key_range(last_row, queries, keys, left, right, size, MASK)
+    first_k = tl.load(cu_k + sequence)
+    keys = tl.load(cu_k + sequence + 1) - first_k
+    if (queries == 0) | (queries > FEW) | (keys <= CHUNK):
+        return
+    rows, column = tl.arange(0, FEW), tl.arange(0, D)
+    low_first, high_first = key_range(0, queries, keys, left, right, size, MASK)
+    low_last, high_last = key_range(queries - 1, queries, keys, left, right, size, MASK)
     start, _, _, end = stretch(low_first, high_first, low_last, high_last, TILE_K)
-    chunk = chunk_of(end - start, SPLITS, CHUNK)
-    column = tl.arange(0, D)
-    line = head.to(tl.int64) * tokens + first_q + rows
-    at = ((first_q.to(tl.int64) + rows) * heads + head) * WIDTH
     inside = (rows < queries)[:, None] & (column < WIDTH)[None, :]
-    acc = tl.zeros((TILE_Q, D), tl.float32)
-    total = tl.zeros((TILE_Q,), tl.float32)
-    peak = tl.full((TILE_Q,), LOWEST, tl.float32)
-    split = start * 0
-    while split * chunk < end - start:
-        skip = split.to(tl.int64) * heads * tokens
-        here = parts + (skip * WIDTH + at)[:, None] + column[None, :]
+    acc = tl.zeros((FEW, D), tl.float32)
+    total = tl.zeros((FEW,), tl.float32)
+    peak = tl.full((FEW,), LOWEST, tl.float32)
+    chunk = start // CHUNK
+    while chunk * CHUNK < end:
+        at = slot_of(first_k, chunk, CHUNK) * heads + head
+        here = parts + at * FEW * WIDTH + rows[:, None] * WIDTH + column[None, :]
         part = tl.load(here, mask=inside, other=0.0)
         if IS_SOFTMAX:
-            one = tl.load(sums + skip + line, mask=rows < queries, other=LOWEST)
-            skip += tl.cast(SPLITS, tl.int64) * heads * tokens
-            sum_of_one = tl.load(sums + skip + line, mask=rows < queries, other=0.0)
+            one = tl.load(sums + at * 2 * FEW + rows, mask=rows < queries, other=LOWEST)
+            below = tl.load(sums + (at * 2 + 1) * FEW + rows, mask=rows < queries, other=0.0)
             higher = tl.maximum(peak, one)
             shrink, weight = tl.exp2(peak - higher), tl.exp2(one - higher)
-            total = total * shrink + sum_of_one * weight
+            total = total * shrink + below * weight
             acc = acc * shrink[:, None] + part * weight[:, None]
             peak = higher
         else:
             acc += part
-        split += 1
+        chunk += 1
+    line = head.to(tl.int64) * tokens + first_q + rows
     if IS_SOFTMAX:
         acc = finish(acc, peak, total, lse + line, rows < queries)
     out_at = o + (first_q.to(tl.int64) * heads + head) * WIDTH
-    store_rows(out_at, first, queries, heads * WIDTH, acc, WIDTH, INTEGER)
+    store_rows(out_at, 0, queries, heads * WIDTH, acc, WIDTH, INTEGER)

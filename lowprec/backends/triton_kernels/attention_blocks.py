@@ -19,8 +19,8 @@ from lowprec.backends.triton_kernels.attention_parts import (
     load_rows,
     loop_end,
     narrow,
-    place_of,
     product,
+    run_of,
     store_rows,
 )
 
@@ -56,7 +56,7 @@ def attend_blocks(
 ):
     """o [tokens, heads, WIDTH] and lse [heads, tokens] of one run of blocks a program."""
     IS_SOFTMAX: tl.constexpr = KIND == "softmax" or KIND == "softmax, scaled"
-    live, sequence, head, tile = place_of(starts, owners, cu, batch, heads, SIZE * RUN)
+    live, sequence, head, tile = run_of(starts, owners, batch, heads)
     if not live:
         return
     base = tl.load(cu + sequence)
@@ -129,7 +129,7 @@ def blocks_backward(
 ):
     """dq, dk, dv [tokens, heads, WIDTH] of one run of blocks a program; as many key heads."""
     IS_SOFTMAX: tl.constexpr = KIND == "softmax" or KIND == "softmax, scaled"
-    live, sequence, head, tile = place_of(starts, owners, cu, batch, heads, SIZE * RUN)
+    live, sequence, head, tile = run_of(starts, owners, batch, heads)
     if not live:
         return
     base = tl.load(cu + sequence)

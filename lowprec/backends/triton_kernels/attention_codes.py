@@ -22,14 +22,28 @@ _LARGEST = tl.constexpr(127 + 40)
 
 
 @triton.jit
+def tile_scale(bits, RULE: tl.constexpr):
+    """The scale of a tile by the bits of its amax: biased exponent (255: not finite) and value."""
+    biased = scale_bytes(bits, "e4m3", RULE)
+    bounded = tl.minimum(tl.maximum(biased, _SMALLEST), _LARGEST)
+    biased = tl.where(biased == 255, biased, bounded)
+    return biased, decode_multiplier(biased)
+
+
+@triton.jit
+def encode_scaled(values, biased, INTEGER: tl.constexpr):
+    """Codes (uint8) of float32 values under their tile's scale, zeros where it is not finite."""
+    bounded = tl.minimum(biased, _LARGEST)
+    codes = encode(values * encode_multiplier(bounded), "e4m3", INTEGER)
+    return tl.where(biased == 255, 0, codes).to(tl.uint8)
+
+
+@triton.jit
 def encode_tile(tile, RULE: tl.constexpr, INTEGER: tl.constexpr):
     """Codes (uint8) of a tile and its one scale (float32; NaN where the tile is not finite)."""
     values = tile.to(tl.float32)
-    biased = scale_bytes(tl.max(amax_bits(values, 1, INTEGER), 0), "e4m3", RULE)
-    bounded = tl.minimum(tl.maximum(biased, _SMALLEST), _LARGEST)
-    biased = tl.where(biased == 255, biased, bounded)
-    codes = encode(values * encode_multiplier(bounded), "e4m3", INTEGER)
-    return tl.where(biased == 255, 0, codes).to(tl.uint8), decode_multiplier(biased)
+    biased, scale = tile_scale(tl.max(amax_bits(values, 1, INTEGER), 0), RULE)
+    return encode_scaled(values, biased, INTEGER), scale
 
 
 @triton.jit

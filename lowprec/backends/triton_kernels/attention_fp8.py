@@ -26,7 +26,49 @@ from lowprec.backends.triton_kernels.attention_parts import (
     store_rows,
     stretch,
 )
-from lowprec.backends.triton_kernels.codec import decode, encode
+from lowprec.backends.triton_kernels.codec import as_float32, decode, encode
+
+
+@triton.jit
+def _encode_to(
+    x,
+    codes_of_x,
+    scales_of_x,
+    first,
+    rows,
+    stride,
+    place,
+    TURN: tl.constexpr,
+    RULE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    D: tl.constexpr,
+    INTEGER: tl.constexpr,
+):
+    """Cast the tile of x [rows, WIDTH] from row `first` on into the place-th tile of codes.
+
+    TURN: "" for [BLOCK, D], "tile" for [D, BLOCK], "for registers" for the latter with tokens
+    0..15 of every 16 in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15, by which a thread that
+    holds scores of two keys in every eight has those of four neighbours.
+    """
+    r, c = tl.arange(0, BLOCK), tl.arange(0, D)
+    if TURN == "":
+        codes, scale = encode_tile(
+            load_rows(x, first, rows, stride, BLOCK, D, WIDTH), RULE, INTEGER
+        )
+        tl.store(codes_of_x + place * (BLOCK * D) + (r[:, None] * D + c[None, :]), codes)
+    else:
+        token = r
+        if TURN == "for registers":
+            token = (r & -15) | ((r & 2) << 2) | ((r & 12) >> 1)
+        at = x + tl.cast(first, tl.int64) * stride + (token[:, None] * stride + c[None, :])
+        inside = (first + token < rows)[:, None] & (c < WIDTH)[None, :]
+        # Turned as 16 bits: the bytes of a row are then codes of neighbours in one thread.
+        tile = tl.trans(tl.load(at, mask=inside, other=0))
+        tile = as_float32(tile) if tile.dtype == tl.int16 else tile
+        codes, scale = encode_tile(tile, RULE, INTEGER)
+        tl.store(codes_of_x + place * (BLOCK * D) + (c[:, None] * BLOCK + r[None, :]), codes)
+    tl.store(scales_of_x + place, scale)
 
 
 @triton.jit(do_not_specialize=["batch", "tiles"])
@@ -54,11 +96,11 @@ def encode_pair(
     D: tl.constexpr,
     INTEGER: tl.constexpr,
 ):
-    """Cast one tile of two tensors, such as k and v, a program.
+    """Cast one tile of two tensors, such as k and v, a program; or of `k` alone.
 
-    codes_k [heads, tiles, 128, D], codes_v the same or with TURN [heads, tiles, D, 128], zeros past
-    the sequence and the width; scales float32 [heads, tiles]. `tiles` counts all that the layout
-    has room for.
+    codes_k [heads, tiles, 128, D], codes_v the same or turned, see _encode_to, zeros past the
+    sequence and the width; scales float32 [heads, tiles]. `tiles` counts all that the layout has
+    room for. TURN is that of the last tensor.
     """
     live, sequence, head, tile = place_of(starts, owners, cu_k, batch, heads, BLOCK)
     if not live:
@@ -66,22 +108,19 @@ def encode_pair(
     first_k = tl.load(cu_k + sequence)
     keys = tl.load(cu_k + sequence + 1) - first_k
     wide, first = head.to(tl.int64), tile * BLOCK
-    key_at = k + first_k.to(tl.int64) * k_row + wide * k_head
-    value_at = v + first_k.to(tl.int64) * v_row + wide * v_head
     place = wide * tiles + first_tile(cu_k, sequence, BLOCK) + tile
-    r, c = tl.arange(0, BLOCK), tl.arange(0, D)
-    key = load_rows(key_at, first, keys, k_row, BLOCK, D, WIDTH)
-    codes, scale = encode_tile(key, RULE, INTEGER)
-    tl.store(codes_k + place * (BLOCK * D) + (r[:, None] * D + c[None, :]), codes)
-    tl.store(scales_k + place, scale)
-    value = load_rows(value_at, first, keys, v_row, BLOCK, D, WIDTH)
-    codes, scale = encode_tile(value, RULE, INTEGER)
-    if TURN:
-        at = codes_v + place * (BLOCK * D) + (c[:, None] * BLOCK + r[None, :])
-        tl.store(at, tl.trans(codes))
-    else:
-        tl.store(codes_v + place * (BLOCK * D) + (r[:, None] * D + c[None, :]), codes)
-    tl.store(scales_v + place, scale)
+    at = k + first_k.to(tl.int64) * k_row + wide * k_head
+    FIRST: tl.constexpr = TURN if v is None else ""
+    _encode_to(
+        at, codes_k, scales_k, first, keys, k_row, place,
+        FIRST, RULE, BLOCK, WIDTH, D, INTEGER,
+    )  # fmt: skip
+    if v is not None:
+        at = v + first_k.to(tl.int64) * v_row + wide * v_head
+        _encode_to(
+            at, codes_v, scales_v, first, keys, v_row, place,
+            TURN, RULE, BLOCK, WIDTH, D, INTEGER,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["batch", "tokens"])
@@ -123,11 +162,12 @@ def delta_of_codes(
     tl.store(delta + wide * tokens + first_q + rows, found, mask=rows < queries)
 
 
-@triton.jit(do_not_specialize=["batch", "tokens", "tiles", "left", "right", "size"])
+@triton.jit(do_not_specialize=["batch", "tokens", "tiles_q", "tiles", "left", "right", "size"])
 def attend_fp8(
     q,
     codes_k,
     codes_v,
+    scales_q,
     scales_k,
     scales_v,
     o,
@@ -138,11 +178,14 @@ def attend_fp8(
     owners,
     batch,
     tokens,
+    tiles_q,
     tiles,
     heads,
     group,
     q_row,
     q_head,
+    k_row,
+    k_head,
     scale,
     left,
     right,
@@ -160,7 +203,8 @@ def attend_fp8(
     """o [tokens, heads, WIDTH] and lse [heads, tokens] of one tile of 128 queries a program.
 
     FACTOR: the logarithm to base 2 of what P is multiplied by. The scale of v goes into the factor
-    by which acc shrinks anyway, so that acc is always in units of the last tile's scale.
+    by which acc shrinks anyway, so that acc is always in units of the last tile's scale. With
+    scales_q, q and codes_k are codes at the places of the tokens; see attention_project.project.
     """
     live, sequence, head, tile = place_of(starts, owners, cu_q, batch, heads, BLOCK)
     if not live:
@@ -175,11 +219,18 @@ def attend_fp8(
     shared = (head // group).to(tl.int64)
     query_at = q + first_q.to(tl.int64) * q_row + head.to(tl.int64) * q_head
     place = shared * tiles + first_tile(cu_k, sequence, BLOCK)
-    key_at = codes_k + place * (BLOCK * D)
     value_at = codes_v + place * (BLOCK * D)
-    codes, query_scale = encode_tile(
-        load_rows(query_at, first, queries, q_row, BLOCK, D, WIDTH), RULE, INTEGER
-    )
+    if scales_q is not None:
+        key_at = codes_k + tl.load(cu_k + sequence).to(tl.int64) * k_row + shared * k_head
+        codes = load_rows(query_at, first, queries, q_row, BLOCK, D, D)
+        query_place = head.to(tl.int64) * tiles_q + first_tile(cu_q, sequence, BLOCK) + tile
+        query_scale = tl.load(scales_q + query_place)
+    else:
+        key_at = codes_k + place * (BLOCK * D)
+        k_row = D
+        codes, query_scale = encode_tile(
+            load_rows(query_at, first, queries, q_row, BLOCK, D, WIDTH), RULE, INTEGER
+        )
     query = operand(codes, INTEGER)
     query_unit = scale * LOG2E * query_scale
     acc = tl.zeros((BLOCK, D), tl.float32)
@@ -200,8 +251,8 @@ def attend_fp8(
             inner = n % BLOCK
             if not INTEGER:
                 inner = tl.multiple_of(inner, TILE_K)
-        offset = tl.cast(n, tl.int64) * D
-        key = operand(tl.load(key_at + offset + (r[:, None] * D + d[None, :])), INTEGER)
+        offset = tl.cast(n, tl.int64) * k_row
+        key = operand(tl.load(key_at + offset + (r[:, None] * k_row + d[None, :])), INTEGER)
         x = product(query, tl.trans(key))
         unit = query_unit * tl.load(scales_k + place + one)
         if (n < clear) | (n >= unclear):

@@ -63,6 +63,52 @@ def prepare(
     tl.store(exponents + at, power, mask=there)
 
 
+@triton.jit(do_not_specialize=["batch", "tiles"])
+def prepare_tiles(
+    do,
+    o,
+    lse,
+    rows_of,
+    cu_q,
+    starts,
+    owners,
+    batch,
+    tokens,
+    tiles,
+    heads,
+    do_row,
+    do_head,
+    o_row,
+    o_head,
+    WIDTH: tl.constexpr,
+    D: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The same in tiles of TILE rows that start with their sequence, [heads, tiles, 2, TILE].
+
+    Exponents, then delta; +inf and 0 past the sequence.
+    """
+    live, sequence, head, tile = place_of(starts, owners, cu_q, batch, heads, TILE)
+    if not live:
+        return
+    first_q = tl.load(cu_q + sequence)
+    queries = tl.load(cu_q + sequence + 1) - first_q
+    wide, first = head.to(tl.int64), tile * TILE
+    do_at = do + first_q.to(tl.int64) * do_row + wide * do_head
+    o_at = o + first_q.to(tl.int64) * o_row + wide * o_head
+    do_tile = load_rows(do_at, first, queries, do_row, TILE, D, WIDTH)
+    o_tile = load_rows(o_at, first, queries, o_row, TILE, D, WIDTH)
+    found = tl.sum(do_tile.to(tl.float32) * o_tile.to(tl.float32), 1)
+    rows = first + tl.arange(0, TILE)
+    line = lse + wide * tokens + first_q + rows
+    power = tl.load(line, mask=rows < queries, other=float("-inf")) * LOG2E
+    power = tl.where(power == float("-inf"), float("inf"), power)
+    place = wide * tiles + first_tile(cu_q, sequence, TILE) + tile
+    to = rows_of + place * (2 * TILE) + tl.arange(0, TILE)
+    tl.store(to, power)
+    tl.store(to + TILE, found)
+
+
 @triton.jit
 def scores_of_keys(s, scale, bias, rows, first, queries, keys, width, KIND: tl.constexpr):
     """The scores of a tile that is transposed, [keys, queries]."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from lowprec.attention_policy import AttentionGemm, AttentionPolicy, StaticCast
 from lowprec.errors import UnsupportedError
@@ -40,11 +40,16 @@ def refuse_native(
 
 
 class Native8(NamedTuple):
-    """How a policy is quantized: one scale rule, the factor of P, whether dP is 8-bit as well."""
+    """How a policy is quantized: one scale rule, the factor of P, what the backward pass reads.
+
+    dp: dP is a product of codes, as S is. rounded: every product of the backward pass is BF16, of
+    q, k and v as the forward pass read them; else S is one of codes, and dQ and dK read k and q.
+    """
 
     rule: str
     factor: float
     dp: bool
+    rounded: bool = False
 
     @classmethod
     def of(cls, policy: AttentionPolicy) -> Native8 | None:
@@ -54,19 +59,34 @@ class Native8(NamedTuple):
         """
         if not policy.quantizes:
             return None
-        qk, pv, dp = policy.qk, policy.pv, policy.dp
+        qk, pv = policy.qk, policy.pv
         if not isinstance(qk, AttentionGemm) or not isinstance(pv, AttentionGemm):
             raise UnsupportedError("qk and pv are quantized both or neither")
-        if any(isinstance(one, AttentionGemm) for one in (policy.dv, policy.dq, policy.dk)):
-            raise UnsupportedError("dv, dq and dk are BF16 in these kernels")
+        dp, backward = _backward_casts(policy)
         if not isinstance(pv.left, StaticCast) or pv.left.element.name != "e4m3":
             raise UnsupportedError("P must be e4m3 by a fixed factor, such as e4m3*256")
-        casts = [qk.left, qk.right, pv.right]
-        casts += [dp.left, dp.right] if isinstance(dp, AttentionGemm) else []
+        casts = [qk.left, qk.right, pv.right, *backward]
         rules = {str(one.scale_rule) for one in casts if isinstance(one, Cast)}
         if not all(isinstance(one, Cast) and tiled(one) for one in casts) or len(rules) != 1:
             raise UnsupportedError("operands must all be cast alike, fp8_128x128 or mxfp8_128x128")
-        return cls(rules.pop(), pv.left.factor, isinstance(dp, AttentionGemm))
+        rounded = isinstance(policy.dq, AttentionGemm)
+        return cls(rules.pop(), pv.left.factor, dp and not rounded, rounded)
+
+
+def _backward_casts(policy: AttentionPolicy) -> tuple[bool, list[Any]]:
+    """Whether dP is quantized, and the casts of the backward products."""
+    found = {
+        name: product.casts if isinstance(product, AttentionGemm) else (None, None)
+        for name, product in policy.items()
+    }
+    if any(found["dv"]) or found["dq"][0] or found["dk"][0]:
+        raise UnsupportedError("dv, dq and dk are BF16 in these kernels, but for casts of k and q")
+    dp, of_dq_and_dk = found["dp"], [found["dq"][1], found["dk"][1]]
+    if any(of_dq_and_dk) and (dp[0] or not dp[1] or not all(of_dq_and_dk)):
+        raise UnsupportedError("dp, dq and dk cast v, k and q alone, all three or none")
+    if not any(of_dq_and_dk) and bool(dp[0]) != bool(dp[1]):
+        raise UnsupportedError("dp casts v alone where dq and dk cast k and q")
+    return any(dp), [one for one in (*dp, *of_dq_and_dk) if one]
 
 
 def tiled(cast: Cast) -> bool:

@@ -1,9 +1,10 @@
 """Attention by Triton kernels: what lowprec.attention_call says of backends.
 
 Scores and sums are float32; operands are bf16, or E4M3 where attention_native takes the policy.
-Launch shapes follow from the head dim, the mask and the activation; where the totals choose, no sum
-changes, so that a sequence's bits do not depend on its neighbours (but see LONG). Nothing here
-reads a length on the host; the backend's callers trace it as one op.
+Launch shapes follow from the head dim, the mask and the activation; where the totals of a batch
+choose, no sum changes, and keys are split by the lengths of their own sequence: a sequence's bits
+do not depend on its neighbours. Nothing here reads a length on the host; the backend's callers
+trace it as one op.
 """
 
 from __future__ import annotations
@@ -19,12 +20,21 @@ from lowprec.backends.triton_kernels import (
     attention,
     attention_bias,
     attention_block_ops,
+    attention_cross_ops,
     attention_fp8_ops,
     attention_gradients,
+    attention_round_ops,
+    attention_stream_ops,
     launch,
 )
 from lowprec.backends.triton_kernels.attention_native import BLOCK, Native8, refuse_native
-from lowprec.backends.triton_kernels.attention_schedule import schedule
+from lowprec.backends.triton_kernels.attention_schedule import (
+    Apart,
+    List,
+    schedule,
+    schedule_apart,
+    slots,
+)
 from lowprec.backends.triton_kernels.launch import stored_as
 from lowprec.errors import UnsupportedError
 
@@ -70,16 +80,14 @@ QUERIES: Final = {
     128: Shape(128, 64, 2, 8),
     256: Shape(64, 32, 2, 8),
 }
-# Sequences of at most FEW queries on average have smaller tiles, by which no bit changes. With LONG
-# times as many keys, these are split over programs; what the splits leave is then at most as large
-# as k and v, and a row depends on the batch as far as the totals decide that.
+# Batches of at most FEW queries a sequence have smaller tiles, by which no bit changes. A sequence
+# of at most FEW queries with more than CHUNK keys has these split over programs; what they leave is
+# a sixteenth of k and v at most, where each query head has its key head.
 FEW: Final = 64
-LONG: Final = 16
+CHUNK: Final = 2048
 _FEW: Final = {width: Shape(64, 64, 3, 4) for width in (16, 32, 64)}
 FORWARD_FEW: Final = FORWARD | _FEW | {128: Shape(64, 64, 3, 4)}
 QUERIES_FEW: Final = QUERIES | _FEW
-SPLITS: Final = 16
-CHUNK: Final = 2048
 # Slopes of activations, and scales of 8-bit operands, need registers.
 MORE_KEYS: Final = KEYS | {128: Shape(32, 128, 2, 8)}
 _INTERPRETED: Final = Shape(32, 32, 1, 1)
@@ -114,9 +122,9 @@ class Given(NamedTuple):
         return self.tokens <= FEW * (self.cu_q.shape[0] - 1)
 
     @property
-    def splits(self) -> int:
-        """Programs that share the keys of a tile of queries."""
-        return SPLITS if self.few and self.k.shape[0] >= LONG * self.tokens else 1
+    def chunk(self) -> int:
+        """Keys that a program takes of sequences with few queries; 0 where none has more."""
+        return CHUNK if self.k.shape[0] > CHUNK else 0
 
     @property
     def kind(self) -> str:
@@ -217,39 +225,69 @@ def attention_forward(
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     rows = (heads, tokens) if call.activation == "softmax" else (0,)
     lse = torch.empty(rows, dtype=torch.float32, device=q.device)
-    if q.numel() and one.native:
+    if q.numel() and attention_stream_ops.takes(one):
+        _forward_apart(one, o, lse)
+    elif q.numel() and one.native:
         attention_fp8_ops.forward(one, one.native, o, lse)
     elif q.numel() and attention_block_ops.takes(one):
         attention_block_ops.forward(one, o, lse)
+    elif q.numel() and attention_cross_ops.takes(one):
+        attention_cross_ops.forward(one, o, lse)
     elif q.numel():
         _forward(one, o, lse)
     return o, lse
 
 
-def _forward(one: Given, o: torch.Tensor, lse: torch.Tensor) -> None:
-    """Write o and lse, in one launch, or in one over chunks of the keys and one that adds them."""
-    heads, splits = one.q.shape[1], one.splits
-    shape = one.shape(FORWARD_FEW if one.few else FORWARD)
-    starts, owners = schedule(one.cu_q, one.cu_k, one.tokens, shape.tile_q)
+def _forward_apart(one: Given, o: torch.Tensor, lse: torch.Tensor) -> None:
+    """Write o and lse by the kernel that streams; of sequences that split or have short keys by
+    those that are made for them. Their bits differ, so lengths of a sequence alone choose.
+    """
+    ready = one.call.mask.kind == "none" and attention_cross_ops.ready(one.width)
+    short = attention_cross_ops.TILE_K if ready else 0
+    if one.native or not (short or one.chunk):
+        attention_stream_ops.forward(one, one.native, o, lse)
+        return
+    tile = one.shape(FORWARD_FEW).tile_q
+    apart = Apart(min(FEW, tile), one.chunk, short, one.k.shape[0])
+    tiles = (tile, attention_cross_ops.tile(one.width), attention_stream_ops.TILE_Q)
+    lists = schedule_apart(one.cu_q, one.cu_k, one.tokens, tiles, apart)
+    attention_stream_ops.forward(one, None, o, lse, lists[2])
+    if short:
+        attention_cross_ops.forward(one, o, lse, lists[1])
+    if one.chunk:
+        _forward(one, o, lse, lists[0])
+
+
+def _forward(one: Given, o: torch.Tensor, lse: torch.Tensor, split: List | None = None) -> None:
+    """Write o and lse; where keys may be split, a second launch adds what the chunks left.
+
+    split: the list of the sequences whose keys are split, and of no others.
+    """
+    heads, chunk, device = one.q.shape[1], one.chunk, o.device
+    shape = one.shape(FORWARD_FEW if one.few or split else FORWARD)
+    few = min(FEW, shape.tile_q)
+    apart = Apart(few, chunk, 0, one.k.shape[0])
+    starts, owners = split or schedule(one.cu_q, one.cu_k, one.tokens, shape.tile_q, apart=apart)
     parts = sums = None
-    if splits > 1:
-        parts = torch.empty((splits, *o.shape), dtype=torch.float32, device=o.device)
-        sums = torch.empty((2, splits, *lse.shape), dtype=torch.float32, device=o.device)
-    where = (one.cu_q, one.cu_k, starts, owners)
-    chunks = {"SPLITS": splits, "CHUNK": shape.tile_k if launch.INTEGER else CHUNK}
-    constants = one.constants(shape) | chunks
-    attention.attend[(owners.shape[0] * heads, splits)](
+    if chunk:
+        left = (slots(one.k.shape[0], chunk), heads)
+        parts = torch.empty((*left, few, one.width), dtype=torch.float32, device=device)
+        sums = torch.empty((*left, 2, few), dtype=torch.float32, device=device)
+    constants = one.constants(shape) | {"FEW": few, "CHUNK": chunk}
+    attention.attend[(owners.shape[0] * heads,)](
         *one.operands(),
-        *(stored(o), lse, *where, parts, sums),
+        *(stored(o), lse, one.cu_q, one.cu_k, starts, owners, parts, sums),
         *one.numbers(heads),
         **constants,
     )
-    if splits > 1:
-        mask = one.call.mask
-        del constants["STAGES"]
-        attention.combine[(owners.shape[0] * heads,)](
-            *(parts, sums, stored(o), lse, *where),
-            *(one.cu_q.shape[0] - 1, one.tokens, heads, mask.left, mask.right, mask.size),
+    if chunk:
+        mask, batch = one.call.mask, one.cu_q.shape[0] - 1
+        for name in ("STAGES", "TILE_Q"):
+            del constants[name]
+        places = (starts, owners) if split else (None, None)
+        attention.combine[((owners.shape[0] if split else batch) * heads,)](
+            *(parts, sums, stored(o), lse, one.cu_q, one.cu_k, *places, batch, one.tokens, heads),
+            *(mask.left, mask.right, mask.size),
             **constants,
         )
 
@@ -292,10 +330,15 @@ def attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """dq, dk, dv and dbias; see lowprec.attention_call."""
     one = given((q, k, v), (cu_q, cu_k), bias, call, policy)
+    if one.native and one.native.rounded:
+        one = attention_round_ops.rounded(one)
     do = lined(do)
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     if q.numel() and attention_block_ops.takes_backward(one):
         attention_block_ops.backward(one, do, lined(o), lse, [dq, dk, dv])
+        return dq, dk, dv, None
+    if q.numel() and attention_stream_ops.takes_backward(one):
+        attention_stream_ops.backward(one, do, lined(o), lse, [dq, dk, dv])
         return dq, dk, dv, None
     exponents, delta = _prepared(do, lined(o), lse.contiguous())
     if one.native and one.native.dp and q.numel():

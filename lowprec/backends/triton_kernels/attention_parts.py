@@ -24,11 +24,35 @@ _PHI_2 = tl.constexpr(-0.0003457188593)
 
 
 @triton.jit
-def place_of(starts, owners, cu_rows, batch, heads, TILE: tl.constexpr):
+def parts_of(rows, steps, TILE: tl.constexpr, FEW: tl.constexpr, CHUNK: tl.constexpr):
+    """Programs of one head of a sequence, by its own lengths: a tile of its rows each.
+
+    Where at most FEW rows loop over more than CHUNK steps, a chunk of these each.
+    """
+    parts = tl.cdiv(rows, TILE)
+    if CHUNK:
+        split = (rows > 0) & (rows <= FEW) & (steps > CHUNK)
+        parts = tl.where(split, tl.cdiv(steps, CHUNK), parts)
+    return parts
+
+
+@triton.jit
+def place_of(
+    starts,
+    owners,
+    cu_rows,
+    batch,
+    heads,
+    TILE: tl.constexpr,
+    cu_steps=None,
+    FEW: tl.constexpr = 0,
+    CHUNK: tl.constexpr = 0,
+):
     """Sequence, head and tile of this program, of the list that attention_schedule wrote.
 
     Returns (live, sequence, head, tile); programs past the end of the list are not live. Tiles of
-    one head of one sequence follow each other, so that they share its keys in the cache.
+    one head of one sequence follow each other, so that they share its keys in the cache. With CHUNK
+    `tile` is the number of the chunk where parts_of splits.
     """
     program = tl.program_id(0)
     entry = program // heads
@@ -36,9 +60,26 @@ def place_of(starts, owners, cu_rows, batch, heads, TILE: tl.constexpr):
     sequence = tl.load(owners + entry, mask=live, other=0)
     first = tl.load(starts + sequence)
     rows = tl.load(cu_rows + sequence + 1) - tl.load(cu_rows + sequence)
-    tiles = tl.maximum(tl.cdiv(rows, TILE), 1)
+    steps = rows
+    if CHUNK:
+        steps = tl.load(cu_steps + sequence + 1) - tl.load(cu_steps + sequence)
+    parts = tl.maximum(parts_of(rows, steps, TILE, FEW, CHUNK), 1)
     inside = program - first * heads
-    return live, sequence, inside // tiles, inside % tiles
+    return live, sequence, inside // parts, inside % parts
+
+
+@triton.jit
+def run_of(starts, owners, batch, heads):
+    """Sequence, head and run of tiles of this program, of the same list, as place_of says it.
+
+    For kernels that read everything once: heads of the same tokens lie side by side in memory, and
+    are taken by programs that follow each other.
+    """
+    program = tl.program_id(0)
+    entry = program // heads
+    live = entry < tl.load(starts + batch)
+    sequence = tl.load(owners + entry, mask=live, other=0)
+    return live, sequence, program % heads, entry - tl.load(starts + sequence)
 
 
 @triton.jit

@@ -13,11 +13,15 @@ import triton.language as tl
 
 from lowprec.backends.triton_kernels.codec import (
     amax_bits,
+    any_hard,
     as_float32,
-    encode,
+    encode_kept,
     encode_multiplier,
+    encode_normal,
     encode_random,
+    hardware_cast,
     scale_bytes,
+    smallest,
 )
 from lowprec.backends.triton_kernels.draws import call_words
 from lowprec.backends.triton_kernels.places import place, start
@@ -135,44 +139,42 @@ def _half_words(
 
 
 @triton.jit
-def _block_bits(half, PER: tl.constexpr, INTEGER: tl.constexpr):
-    """Bits of the largest magnitudes [TILE_M, NB / PER] of blocks of PER times 16 values."""
-    TILE_M: tl.constexpr = half.shape[0]
-    NB: tl.constexpr = half.shape[1]
-    return amax_bits(half.reshape(TILE_M, NB // PER, PER * 16), 2, INTEGER)
+def _blocks(half, PER: tl.constexpr):
+    """Values [TILE_M, NB / PER, PER * 16] of a half by blocks."""
+    return half.reshape(half.shape[0], half.shape[1] // PER, PER * 16)
 
 
 @triton.jit
-def _coded(half, biased, words, ELEMENT: tl.constexpr, PER: tl.constexpr, INTEGER: tl.constexpr):
-    TILE_M: tl.constexpr = half.shape[0]
-    NB: tl.constexpr = half.shape[1]
-    blocks = half.reshape(TILE_M, NB // PER, PER * 16)
-    spread = biased[:, :, None]
-    scaled = tl.where(spread == 255, 0.0, blocks * encode_multiplier(spread))
-    scaled = scaled.reshape(TILE_M, NB, 16)
-    if words is None:
-        codes = encode(scaled, ELEMENT, INTEGER)
+def _least(a, b):
+    """The smaller of two magnitudes of which 0 stands for none."""
+    return tl.where((a == 0) | (b == 0), tl.maximum(a, b), tl.minimum(a, b))
+
+
+@triton.jit
+def _encoded(
+    half, biased, multiplier, drawn,
+    ELEMENT: tl.constexpr, PER: tl.constexpr, EASY: tl.constexpr, INTEGER: tl.constexpr,
+):  # fmt: skip
+    """Codes of a half. EASY: no block is poisoned or has values below the normals."""
+    blocks = _blocks(half, PER)
+    scaled = blocks * multiplier[:, :, None]
+    keep = tl.broadcast_to(tl.where(biased == 255, 0, -1)[:, :, None], blocks.shape)
+    keep = keep.reshape(half.shape)
+    scaled = scaled.reshape(half.shape)
+    if drawn is None:
+        codes = encode_kept(scaled, keep, ELEMENT, INTEGER)
+    elif EASY:
+        codes = encode_normal(scaled, drawn, ELEMENT, INTEGER)
     else:
-        codes = encode_random(scaled, words, ELEMENT)
+        codes = encode_random(tl.where(keep == 0, 0.0, scaled), drawn, ELEMENT)
     return codes
 
 
 @triton.jit
-def _store_half(
-    half, biased, codes, words, first_call, key_0, key_1, batch, first_m, first_n, majors, length,
-    SECOND: tl.constexpr, GROUPS: tl.constexpr, ELEMENT: tl.constexpr, PER: tl.constexpr,
-    INTEGER: tl.constexpr,
-):  # fmt: skip
-    """Encode a half and store its codes, `length` bytes a line."""
-    TILE_M: tl.constexpr = half.shape[0]
-    NB: tl.constexpr = half.shape[1]
-    drawn = None
-    if GROUPS != "":
-        drawn = _half_words(
-            words, first_call, key_0, key_1, batch, first_m, first_n, majors, length,
-            SECOND, GROUPS, TILE_M, NB,
-        )  # fmt: skip
-    q = _coded(half, biased, drawn, ELEMENT, PER, INTEGER)
+def _store_half(q, codes, batch, first_m, first_n, majors, length, SECOND: tl.constexpr):
+    """Store the codes of a half, `length` bytes a line."""
+    TILE_M: tl.constexpr = q.shape[0]
+    NB: tl.constexpr = q.shape[1]
     m, along = first_m + tl.arange(0, TILE_M), _along(TILE_M, NB, SECOND)
     inside = (m < majors)[:, None, None] & (first_n + along < length)
     to = codes + start(batch, majors.to(tl.int64) * length, first_m, length, first_n)
@@ -214,6 +216,7 @@ def rotate_tiles(
     GROUPS: tl.constexpr,
     TILE_M: tl.constexpr,
     NB: tl.constexpr,
+    ACROSS: tl.constexpr,
     WIDE: tl.constexpr,
     INTEGER: tl.constexpr,
 ):
@@ -221,7 +224,8 @@ def rotate_tiles(
 
     The contraction runs along rows or, BY_COLUMN, down columns; it is padded with zeros to a length
     of length_units x 16. Codes are [batch, lines, length]; scales [batch, lines, blocks], by column
-    transposed. SPEC: element, rule, block along the contraction, is E8M0. See tiles.cast_tiles.
+    transposed. SPEC: element, rule, block along the contraction, is E8M0. ACROSS: tiles along the
+    contraction, known for a single matrix by row, else 0. See tiles.cast_tiles.
     """
     cols = units * UNIT
     stride = source_unit * UNIT
@@ -231,7 +235,12 @@ def rotate_tiles(
     ELEMENT: tl.constexpr = SPEC[0]
     RULE: tl.constexpr = SPEC[1]
     PER: tl.constexpr = SPEC[2] // 32
-    batch, first_m, first_n = place(majors, length, TILE_M, NB * 32)
+    if ACROSS > 0:
+        tile = tl.program_id(0)
+        batch = tl.full([], 0, tl.int64)
+        first_m, first_n = (tile // ACROSS) * TILE_M, (tile % ACROSS) * (NB * 32)
+    else:
+        batch, first_m, first_n = place(majors, length, TILE_M, NB * 32)
     batch_at = batch * source_batch * UNIT
     a = _load_half(
         source, signs, batch_at, first_m, first_n, majors, minors, stride,
@@ -246,17 +255,41 @@ def rotate_tiles(
         a, b = a + b, a - b
     if SIZE > 32:
         a, b = _levels(a, 16, _log2(SIZE) - 5), _levels(b, 16, _log2(SIZE) - 5)
-    a, b = a * FACTOR, b * FACTOR
-    bits = tl.maximum(_block_bits(a, PER, INTEGER), _block_bits(b, PER, INTEGER))
+    # A factor is exact on sums of 16-bit numbers, and is then left to the multiplier of a block.
+    NARROW: tl.constexpr = source.dtype.element_ty.primitive_bitwidth == 16
+    if not NARROW:
+        a, b = a * FACTOR, b * FACTOR
+    bits = tl.maximum(
+        amax_bits(_blocks(a, PER), 2, INTEGER), amax_bits(_blocks(b, PER), 2, INTEGER)
+    )
+    if NARROW:
+        bits = (bits.to(tl.float32, bitcast=True) * FACTOR).to(tl.int32, bitcast=True)
     biased = scale_bytes(bits, ELEMENT, RULE)
-    _store_half(
-        a, biased, codes, words, first_call, key_0, key_1, batch, first_m, first_n, majors, length,
-        0, GROUPS, ELEMENT, PER, INTEGER,
-    )  # fmt: skip
-    _store_half(
-        b, biased, codes, words, first_call, key_0, key_1, batch, first_m, first_n, majors, length,
-        16, GROUPS, ELEMENT, PER, INTEGER,
-    )  # fmt: skip
+    multiplier = encode_multiplier(biased)
+    if NARROW:
+        multiplier = multiplier * FACTOR
+    if GROUPS == "":
+        q_a = _encoded(a, biased, multiplier, None, ELEMENT, PER, False, INTEGER)
+        q_b = _encoded(b, biased, multiplier, None, ELEMENT, PER, False, INTEGER)
+    else:
+        w_a = _half_words(
+            words, first_call, key_0, key_1, batch, first_m, first_n, majors, length,
+            0, GROUPS, TILE_M, NB,
+        )  # fmt: skip
+        w_b = _half_words(
+            words, first_call, key_0, key_1, batch, first_m, first_n, majors, length,
+            16, GROUPS, TILE_M, NB,
+        )  # fmt: skip
+        least = _least(smallest(_blocks(a, PER), 2), smallest(_blocks(b, PER), 2))
+        HARDWARE: tl.constexpr = hardware_cast(ELEMENT)
+        if not HARDWARE or any_hard(least, bits, multiplier, ELEMENT):
+            q_a = _encoded(a, biased, multiplier, w_a, ELEMENT, PER, False, INTEGER)
+            q_b = _encoded(b, biased, multiplier, w_b, ELEMENT, PER, False, INTEGER)
+        else:
+            q_a = _encoded(a, biased, multiplier, w_a, ELEMENT, PER, True, INTEGER)
+            q_b = _encoded(b, biased, multiplier, w_b, ELEMENT, PER, True, INTEGER)
+    _store_half(q_a, codes, batch, first_m, first_n, majors, length, 0)
+    _store_half(q_b, codes, batch, first_m, first_n, majors, length, 16)
     blocks = tl.cdiv(length, SPEC[2])
     store_scales(
         scales, biased, batch, first_m, first_n // SPEC[2], majors, blocks, BY_COLUMN, SPEC[3]

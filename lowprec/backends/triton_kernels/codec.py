@@ -133,7 +133,7 @@ def _encode_integer(values, ELEMENT: tl.constexpr):
     normal = ((magnitude + half_to_even) >> SHIFT) - ((127 - BIAS) << MANTISSA)
     # Larger magnitudes are cleared first: they are not used, and the sum stays in its binade.
     tiny = tl.where(magnitude < ((128 - BIAS) << 23), magnitude, 0).to(tl.float32, bitcast=True)
-    magic = tl.full(values.shape, MAGIC, tl.int32).to(tl.float32, bitcast=True)
+    magic = ((magnitude & 0) + MAGIC).to(tl.float32, bitcast=True)  # in any layout
     subnormal = (tiny + magic).to(tl.int32, bitcast=True) - MAGIC
     code = tl.where(magnitude < ((128 - BIAS) << 23), subnormal, normal)
     code = tl.minimum(code, MAX_CODE)
@@ -180,6 +180,84 @@ def encode_random(values, words, ELEMENT: tl.constexpr):
     subnormal = ((fixed + chance) >> 28).to(tl.int32, bitcast=True)
     code = tl.minimum(tl.where(small, subnormal, normal), MAX_CODE)
     return (code | (((bits >> 31) & 1) << SIGN)).to(tl.uint8)
+
+
+@triton.jit
+def smallest(values, axis: tl.constexpr):
+    """Smallest magnitude of float32 values along an axis, zeros passed over; 0 if all are."""
+    bits = values.to(tl.uint32, bitcast=True)
+    # The sign is shifted out, and 0 becomes the largest number.
+    found = tl.min(bits + bits - 1, axis)
+    return ((found + 1) >> 1).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def any_hard(least, bits, multiplier, ELEMENT: tl.constexpr):
+    """Whether encode_normal may not encode some block: poisoned, or with values below the normals.
+
+    least: the smallest magnitudes of blocks; bits: of their amax; multiplier: of their values.
+    """
+    FIELDS: tl.constexpr = layout_of(ELEMENT)
+    NORMAL: tl.constexpr = 2.0 ** (1 - FIELDS[1])
+    hard = (bits >= 0x7F800000) | ((least * multiplier < NORMAL) & (bits != 0))
+    return tl.max(tl.max(hard.to(tl.int32), 1), 0) != 0
+
+
+@triton.jit
+def encode_kept(values, keep, ELEMENT: tl.constexpr, INTEGER: tl.constexpr):
+    """encode, cleared where keep (int32) is 0 rather than -1, four at once; values may be NaN."""
+    HARDWARE: tl.constexpr = hardware_cast(ELEMENT)
+    if INTEGER or not HARDWARE:
+        codes = encode(tl.where(keep == 0, 0.0, values), ELEMENT, INTEGER)
+    else:
+        CONVERT: tl.constexpr = "cvt.rn.satfinite." + ELEMENT + "x2.f32"
+        codes = tl.inline_asm_elementwise(
+            "{ .reg .b16 m, n; .reg .b32 a, b, c;"
+            + CONVERT
+            + " m, $2, $1;"
+            + CONVERT
+            + " n, $4, $3;"
+            "mov.b32 a, {m, n}; prmt.b32 b, $5, $6, 0x40; prmt.b32 c, $7, $8, 0x40;"
+            "prmt.b32 b, b, c, 0x5410; and.b32 $0, a, b; }",
+            "=r,r,r,r,r,r,r,r,r",
+            [values, keep],
+            tl.uint8,
+            True,
+            4,
+        )
+    return codes
+
+
+@triton.constexpr_function
+def _cut_and_convert(element):
+    """Assembly: four float32 and four random words to four codes; see encode_normal."""
+    cut = (1 << (23 - _FACTS[element][0])) - 1
+    lines = [f"and.b32 r{i}, ${i + 5}, {cut};" for i in range(4)]
+    lines += [f"add.s32 r{i}, r{i}, ${i + 1};" for i in range(4)]
+    lines += [f"and.b32 r{i}, r{i}, {~cut};" for i in range(4)]
+    lines += [f"cvt.rn.satfinite.{element}x2.f32 h{i}, r{2 * i + 1}, r{2 * i};" for i in (0, 1)]
+    body = "".join(lines)
+    return "{ .reg .b32 r<4>; .reg .b16 h<2>;" + body + "mov.b32 $0, {h0, h1}; }"
+
+
+@triton.jit
+def encode_normal(values, words, ELEMENT: tl.constexpr, INTEGER: tl.constexpr):
+    """As encode_random for values that are 0 or normal: what is left after the cut is exact.
+
+    A thread must have four values in a row.
+    """
+    FIELDS: tl.constexpr = layout_of(ELEMENT)
+    CUT: tl.constexpr = (1 << (23 - FIELDS[0])) - 1
+    if INTEGER:
+        bits = values.to(tl.int32, bitcast=True)
+        cut = (bits + (words & CUT)) & ~CUT
+        codes = encode(cut.to(tl.float32, bitcast=True), ELEMENT, INTEGER)
+    else:
+        ASSEMBLY: tl.constexpr = _cut_and_convert(ELEMENT)
+        codes = tl.inline_asm_elementwise(
+            ASSEMBLY, "=r,r,r,r,r,r,r,r,r", [values, words], tl.uint8, True, 4
+        )
+    return codes
 
 
 @triton.jit

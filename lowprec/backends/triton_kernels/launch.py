@@ -178,6 +178,7 @@ def cast_plain(
     source, (row_spec, column_spec) = Source.of(x), specs_of(row, column)
     _, rows, cols = x.shape
     tile_r, tile_c = tile_shape(rows, cols, row_spec, column_spec)
+    drawn = by_row.groups != "" and by_column.groups != ""
     if "down" in (by_row.groups, by_column.groups) and tile_r < 16:
         tile_r, tile_c = 16, max(128, row_spec.block_c if row_spec else 1)
     if "across" in (by_row.groups, by_column.groups):
@@ -213,17 +214,23 @@ def cast_plain(
         TILE_C=tile_c,
         WIDE=source.wide(tile_r, tile_c, codes, codes_t),
         INTEGER=integer,
-        num_warps=8 if tile_r * tile_c >= 16384 else 4,
+        # What is rounded both ways at random holds twice the registers.
+        num_warps=8 if tile_r * tile_c >= (8192 if drawn else 16384) else 4,
     )
 
 
 def pipelines(x: torch.Tensor, row: str, column: str) -> bool:
     """Whether the pipelined kernel casts x [B, R, C] by column, and by row if asked for."""
-    if not column or not x.is_cuda or INTEGER:
+    if not column or not may_pipeline(x):
         return False
     from lowprec.backends.triton_kernels import pipelined
 
     return pipelined.takes(x, row, column)
+
+
+def may_pipeline(x: torch.Tensor) -> bool:
+    """Whether x is where the pipelined kernels run, and encoding is not by integers."""
+    return x.is_cuda and not INTEGER
 
 
 LIBRARY.define("cast_tiles(Tensor x, str row, str column) -> Tensor[]")
@@ -317,10 +324,13 @@ def ops_for(x: torch.Tensor) -> Any:
 
     Going through the dispatcher costs more than most of these kernels run.
     """
+    return _DIRECT if is_direct(x) else torch.ops.lowprec
+
+
+def is_direct(x: torch.Tensor) -> bool:
+    """Whether nothing traces or intercepts what is done with `x`."""
     plain = type(x) in (torch.Tensor, torch.nn.Parameter)
-    if plain and not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack():
-        return _DIRECT
-    return torch.ops.lowprec
+    return plain and not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
 
 
 def register(bound: Mapping[str, tuple[Callable[..., Any], Callable[..., Any]]]) -> None:

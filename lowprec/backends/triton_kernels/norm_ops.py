@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import triton
 
-from lowprec.backends.triton_kernels import launch, norm
+from lowprec.backends.triton_kernels import launch, norm, streamed
 from lowprec.backends.triton_kernels.launch import (
     LIBRARY,
     Spec,
@@ -142,6 +142,10 @@ def norm_cast(
     integer, (rows, cols) = launch.INTEGER, x.shape
     y, codes, scales, spec = parts(cast, out[-2:] if cast else out[-1:])
     summed = None if residual is None else out[1 + centered]
+    if streamed.paired(x, residual, weight, bias):
+        targets = [summed, y, codes, scales, out[1] if centered else None, out[0]]
+        streamed.normalize([x, residual, weight, bias], targets, eps, spec)
+        return out
     # With and without a cast the same tile: sums are then added in the same order.
     unit = _summing_unit(x, residual)
     tile_r, tile_c, warps = row_tile(cols)
@@ -300,6 +304,12 @@ def norm_both(
     """See norm.norm_bands."""
     out = _norm_both_fake(x, residual, weight, bias, eps, centered, row, column)
     if x.numel() == 0:
+        return out
+    if residual is None and streamed.takes_both(x, weight, bias, row, column):
+        from lowprec.backends.triton_kernels import pipelined
+
+        affine = pipelined.Affine(weight, bias, out[1] if centered else None, out[0])
+        streamed.normalize_both(x, (row, column), out[-4:], affine, eps)
         return out
     if residual is None and launch.pipelines(x[None], row, column):
         from lowprec.backends.triton_kernels import pipelined

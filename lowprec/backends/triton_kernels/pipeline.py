@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -216,18 +217,41 @@ def _place(tile, row_tiles, col_tiles, GROUP: gl.constexpr):
     return group * GROUP + (inside - across * height), across
 
 
+@triton.constexpr_function
+def _copy_layout(tile_c, unit, warps):
+    """Threads that copy `unit` neighbours each, whole rows of a tile at a time if they can."""
+    across = min(32, tile_c // unit)
+    return gl.BlockedLayout([1, unit], [32 // across, across], [warps, 1], [1, 0])
+
+
 @gluon.jit
-def _fetch(source, ring, ready, tile, slot, row_tiles, col_tiles, limit, GROUP: gl.constexpr):
-    """Start the copy of a tile into a slot of the ring, if there is such a tile."""
-    TILE_R: gl.constexpr = source.block_type.shape[0]
-    TILE_C: gl.constexpr = source.block_type.shape[1]
+def _fetch(
+    source, ring, ready, tile, slot, row_tiles, col_tiles, limit, rows, cols,
+    GROUP: gl.constexpr, COPY: gl.constexpr,
+):  # fmt: skip
+    """Start the copy of a tile into a slot of the ring, if there is such a tile.
+
+    By the copy engine, or by threads if source is a pointer: to rows at other than 16 bytes.
+    """
+    TILE_R: gl.constexpr = ring.shape[1]
+    TILE_C: gl.constexpr = ring.shape[2]
     wanted = tile < limit
     pr, pc = _place(tile, row_tiles, col_tiles, GROUP)
-    barrier = ready.index(slot)
-    mbarrier.expect(barrier, source.block_type.nbytes, pred=wanted)
-    tma.async_copy_global_to_shared(
-        source, [pr * TILE_R, pc * TILE_C], barrier, ring.index(slot), pred=wanted
-    )
+    if not source.dtype.is_ptr():
+        barrier = ready.index(slot)
+        mbarrier.expect(barrier, source.block_type.nbytes, pred=wanted)
+        tma.async_copy_global_to_shared(
+            source, [pr * TILE_R, pc * TILE_C], barrier, ring.index(slot), pred=wanted
+        )
+    else:
+        r = gl.arange(0, TILE_R, gl.SliceLayout(1, COPY))
+        c = gl.arange(0, TILE_C, gl.SliceLayout(0, COPY))
+        inside = wanted & (pr * TILE_R + r < rows)
+        inside = gl.expand_dims(inside, 1) & gl.expand_dims(pc * TILE_C + c < cols, 0)
+        here = source + ((pr * TILE_R).to(gl.int64) * cols + pc * TILE_C)
+        here += gl.expand_dims(r * cols, 1) + gl.expand_dims(c, 0)
+        async_copy.async_copy_global_to_shared(ring.index(slot), here, mask=inside)
+        async_copy.commit_group()
 
 
 @gluon.jit(do_not_specialize=["row_units", "col_units", "row_tiles", "col_tiles"])
@@ -258,20 +282,26 @@ def cast_tiles_pipelined(
     """Cast [rows, cols] by column, and by row where ROW is given; see tiles.cast_tiles.
 
     source, codes and codes_t are descriptors of tiles; each program takes every
-    num_programs-th tile. With rstd the values are normalized first, see norm.norm_tiles. With amax,
-    the bits of the largest magnitude, one free scale serves the tensor, its only entry in scales.
-    Rows and columns come in units, which tells the compiler how wide it may load what is theirs.
+    num_programs-th tile. source may also point to a dense matrix. With rstd the values are
+    normalized first, see norm.norm_tiles. With amax, the bits of the largest magnitude, one free
+    scale serves the tensor, its only entry in scales. Rows and columns come in units, which tells
+    the compiler how wide it may load what is theirs.
     """
     rows = row_units * ROW_UNIT
     cols = col_units * COL_UNIT
-    TILE_R: gl.constexpr = source.block_type.shape[0]
-    TILE_C: gl.constexpr = source.block_type.shape[1]
+    TILE_R: gl.constexpr = codes_t.block_type.shape[1]
+    TILE_C: gl.constexpr = codes_t.block_type.shape[0]
     WARPS: gl.constexpr = gl.num_warps()
     BY_ROW: gl.constexpr = row_layout(TILE_R, TILE_C, ITEMSIZE, WARPS)
     BY_COLUMN: gl.constexpr = column_layout(TILE_R, TILE_C, ITEMSIZE, WARPS)
     TURNED: gl.constexpr = turned_layout(TILE_R, TILE_C, ITEMSIZE, WARPS)
     STORES: gl.constexpr = 1 if ROW is None else 2
-    ring = gl.allocate_shared_memory(source.dtype, [STAGES, TILE_R, TILE_C], source.layout)
+    SOURCE: gl.constexpr = source.dtype.element_ty if source.dtype.is_ptr() else source.dtype
+    SLOT: gl.constexpr = (
+        gl.NVMMASharedLayout(128, 16, 2) if source.dtype.is_ptr() else source.layout
+    )
+    COPY: gl.constexpr = _copy_layout(TILE_C, min(COL_UNIT, 4), WARPS)
+    ring = gl.allocate_shared_memory(SOURCE, [STAGES, TILE_R, TILE_C], SLOT)
     out_t = gl.allocate_shared_memory(gl.uint8, [OUTS, TILE_C, TILE_R], codes_t.layout)
     if ROW is not None:
         out = gl.allocate_shared_memory(gl.uint8, [OUTS, TILE_R, TILE_C], codes.layout)
@@ -287,23 +317,33 @@ def cast_tiles_pipelined(
     step = gl.num_programs(0)
     first = gl.program_id(0)
     for s in gl.static_range(STAGES):
-        _fetch(source, ring, ready, first + s * step, s, row_tiles, col_tiles, tiles, GROUP)
+        _fetch(
+            source, ring, ready, first + s * step, s, row_tiles, col_tiles, tiles, rows, cols,
+            GROUP, COPY,
+        )  # fmt: skip
     k = 0
     for tile in range(first, tiles, step):
         slot = k % STAGES
         side = k % OUTS
         pr, pc = _place(tile, row_tiles, col_tiles, GROUP)
-        mbarrier.wait(ready.index(slot), (k // STAGES) & 1)
+        if not source.dtype.is_ptr():
+            mbarrier.wait(ready.index(slot), (k // STAGES) & 1)
+        else:
+            async_copy.wait_group(STAGES - 1)
+            gl.thread_barrier()
         held = ring.index(slot)
         by_column = held.load(BY_COLUMN)
         if ROW is not None and amax is None:
             by_row = held.load(BY_ROW)
         gl.thread_barrier()
-        _fetch(source, ring, ready, tile + STAGES * step, slot, row_tiles, col_tiles, tiles, GROUP)
+        _fetch(
+            source, ring, ready, tile + STAGES * step, slot, row_tiles, col_tiles, tiles, rows,
+            cols, GROUP, COPY,
+        )  # fmt: skip
         tma.store_wait((OUTS - 1) * STORES)
         gl.thread_barrier()
         v = _values(
-            by_column, weight, bias, mean, rstd, pr * TILE_R, pc * TILE_C, rows, cols, source.dtype
+            by_column, weight, bias, mean, rstd, pr * TILE_R, pc * TILE_C, rows, cols, SOURCE
         )
         if amax is not None:
             scaled, keep = _over_tensor_scale(v, scale)
@@ -341,7 +381,7 @@ def cast_tiles_pipelined(
                     pc * TILE_C,
                     rows,
                     cols,
-                    source.dtype,
+                    SOURCE,
                 )
                 scaled_r, biased_r, keep_r = scaled_values(v_r, ROW[2], ROW[3], ROW, False)
                 out.index(side).store(encode_kept(scaled_r, keep_r, BY_ROW, ROW))

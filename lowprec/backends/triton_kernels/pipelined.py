@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from functools import cache
+from collections.abc import Mapping, Sequence
+from functools import cache, lru_cache
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -48,18 +49,50 @@ def _major(device: int) -> int:
 
 def takes(x: torch.Tensor, row: str, column: str) -> bool:
     """Whether the pipelined kernel can compute this cast of [B, R, C]."""
-    specs = _specs(row, column)
-    elements = all(one is None or ELEMENTS[one.element].torch_dtype is not None for one in specs)
-    size = x.element_size()
-    pitch = x.stride(1) * size
-    placed = x.data_ptr() % 16 == 0 and pitch % 16 == 0 and x.stride(1) >= x.shape[2]
+    batch, *extents = x.shape
     return (
-        elements
-        and placed
-        and x.shape[0] == 1
-        and size in (2, 4)
-        and max(x.shape) < 2**31
+        batch == 1
+        and has_elements(row, column)
+        and (_engine_takes(x, extents) or _threads_take(x, extents))
+    )
+
+
+def _engine_takes(x: torch.Tensor, extents: Sequence[int]) -> bool:
+    """Whether the copy engine brings the tiles of x [1, R, C]."""
+    aligned = x.data_ptr() % 16 == 0
+    return aligned and takes_matrix(extents, x.stride()[1:], x.dtype, x.device.index)
+
+
+def _threads_take(x: torch.Tensor, extents: Sequence[int]) -> bool:
+    """Whether threads can bring the tiles of x [1, R, C], 8 bytes each: dense, of 16 bits."""
+    return (
+        x.element_size() == 2
+        and x.data_ptr() % 8 == 0
+        and extents[1] % 4 == 0
+        and x.stride(1) == extents[1]
+        and max(extents) < 2**31
         and _major(x.device.index) >= 9
+    )
+
+
+def has_elements(row: str, column: str) -> bool:
+    """Whether the kernel encodes these casts: FP8 alone."""
+    found = _specs(row, column)
+    return all(one is None or ELEMENTS[one.element].torch_dtype is not None for one in found)
+
+
+def takes_matrix(
+    shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: int
+) -> bool:
+    """Whether the copy engine moves tiles of such a matrix [R, C], if it starts at 16 bytes."""
+    size = dtype.itemsize
+    return (
+        strides[0] * size % 16 == 0
+        and strides[0] >= shape[1]
+        and strides[1] == 1
+        and size in (2, 4)
+        and max(shape) < 2**31
+        and _major(device) >= 9
     )
 
 
@@ -83,14 +116,16 @@ def shape_for(specs: tuple[Spec | None, Spec], itemsize: int, major: int) -> Sha
 
 
 @cache
-def _layout(size: int, tile_c: int) -> Any:
+def layout(size: int, tile_c: int) -> Any:
+    """How a tile with rows of `tile_c` elements of `size` bytes lies in shared memory."""
     width = min(tile_c * size, 128)
     return NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=8 * size, rank=2)
 
 
-def _tiled(t: torch.Tensor, tile_r: int, tile_c: int) -> Tiled:
-    layout = _layout(t.element_size(), tile_c)
-    return Tiled(t, list(t.shape), list(t.stride()), [tile_r, tile_c], layout)
+def tiled(t: torch.Tensor, tile_r: int, tile_c: int) -> Tiled:
+    """A matrix as the copy engine moves it in tiles, swizzled as widely as they are."""
+    found = layout(t.element_size(), tile_c)
+    return Tiled(t, list(t.shape), list(t.stride()), [tile_r, tile_c], found)
 
 
 class Affine(NamedTuple):
@@ -119,39 +154,64 @@ def cast(
 
     amax: the bits of the largest magnitude, for casts with one scale for the whole tensor.
     """
-    specs = _specs(row, column)
     _, rows, cols = x.shape
-    row_unit, col_unit = math.gcd(rows, 16), math.gcd(cols, 16)
-    chosen = shape or shape_for(specs, x.element_size(), _major(x.device.index))
-    row_tiles, col_tiles = -(-rows // chosen.tile_r), -(-cols // chosen.tile_c)
-    programs = min(row_tiles * col_tiles, processors(x.device.index) * chosen.per_processor)
+    found = decided((rows, cols), x.element_size(), row, column, x.device.index, shape)
     codes_t, scales_t = out[-2:]
     start(
         pipeline.cast_tiles_pipelined,
-        programs,
-        _tiled(x[0], chosen.tile_r, chosen.tile_c),
-        _tiled(out[0][0], chosen.tile_r, chosen.tile_c) if row else None,
-        _tiled(codes_t[0], chosen.tile_c, chosen.tile_r),
+        found.programs,
+        tiled(x[0], found.tile_r, found.tile_c) if _engine_takes(x, (rows, cols)) else x,
+        tiled(out[0][0], found.tile_r, found.tile_c) if row else None,
+        tiled(codes_t[0], found.tile_c, found.tile_r),
         out[1] if row else None,
         scales_t,
         *norm,
         amax,
-        rows // row_unit,
-        cols // col_unit,
-        row_tiles,
-        col_tiles,
-        ROW_UNIT=row_unit,
-        COL_UNIT=col_unit,
-        ROW=None if specs[0] is None else tuple(specs[0]),
-        COLUMN=tuple(specs[1]),
-        ITEMSIZE=x.element_size(),
-        STAGES=chosen.stages,
-        OUTS=chosen.outs,
-        GROUP=chosen.group,
-        num_warps=chosen.warps,
-        # A norm rounds each step by itself; without one there is nothing to fuse.
-        enable_fp_fusion=False,
+        *found.numbers,
+        **found.constants,
     )
+
+
+class Decided(NamedTuple):
+    """What the extents of a matrix and its casts decide of a launch of `cast`."""
+
+    programs: int
+    tile_r: int
+    tile_c: int
+    numbers: tuple[int, ...]
+    constants: Mapping[str, Any]
+
+
+@lru_cache(maxsize=1024)
+def decided(
+    extents: tuple[int, int],
+    itemsize: int,
+    row: str,
+    column: str,
+    device: int,
+    shape: Shape | None = None,
+) -> Decided:
+    """The launch of `cast` for a matrix [rows, columns] of elements of `itemsize` bytes."""
+    (rows, cols), specs = extents, _specs(row, column)
+    row_unit, col_unit = math.gcd(rows, 16), math.gcd(cols, 16)
+    chosen = shape or shape_for(specs, itemsize, _major(device))
+    row_tiles, col_tiles = -(-rows // chosen.tile_r), -(-cols // chosen.tile_c)
+    programs = min(row_tiles * col_tiles, processors(device) * chosen.per_processor)
+    constants = {
+        "ROW_UNIT": row_unit,
+        "COL_UNIT": col_unit,
+        "ROW": None if specs[0] is None else tuple(specs[0]),
+        "COLUMN": tuple(specs[1]),
+        "ITEMSIZE": itemsize,
+        "STAGES": chosen.stages,
+        "OUTS": chosen.outs,
+        "GROUP": chosen.group,
+        "num_warps": chosen.warps,
+        # A norm rounds each step by itself; without one there is nothing to fuse.
+        "enable_fp_fusion": False,
+    }
+    numbers = (rows // row_unit, cols // col_unit, row_tiles, col_tiles)
+    return Decided(programs, chosen.tile_r, chosen.tile_c, numbers, constants)
 
 
 class Bands(NamedTuple):
@@ -216,9 +276,9 @@ def normalize(
     start(
         norm_pipeline.norm_bands_pipelined,
         min(bands, processors(x.device.index) * chosen.per_processor),
-        _tiled(x, _BAND_ROWS, chosen.tile_c),
-        _tiled(codes, _BAND_ROWS, chosen.tile_c),
-        _tiled(codes_t, chosen.tile_c, _BAND_ROWS),
+        tiled(x, _BAND_ROWS, chosen.tile_c),
+        tiled(codes, _BAND_ROWS, chosen.tile_c),
+        tiled(codes_t, chosen.tile_c, _BAND_ROWS),
         scales,
         scales_t,
         *norm,

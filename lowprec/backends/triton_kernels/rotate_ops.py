@@ -96,7 +96,7 @@ def rotate_cast(
     tall = by_column or drawn.groups == "outer"
     tile_m, groups = tile_of(lines, length, spec.block_c, size, tall=tall)
     programs = batch * -(-lines // tile_m) * -(-length // (groups * 32))
-    across = groups * 32 if by_column else tile_m
+    reach = groups * 32 if by_column else tile_m
     start(
         butterfly.rotate_tiles,
         programs,
@@ -117,7 +117,8 @@ def rotate_cast(
         GROUPS=drawn.groups,
         TILE_M=tile_m,
         NB=groups,
-        WIDE=source.wide(across, 1),
+        ACROSS=-(-length // (groups * 32)) if batch == 1 and not by_column else 0,
+        WIDE=source.wide(reach, 1),
         INTEGER=integer,
         num_warps=4 if tall or tile_m * groups > 32 else _WARPS,
     )

@@ -12,6 +12,7 @@ from lowprec.blocks import float_scales
 from lowprec.formats import ALL, Cast
 
 _WHOLE_ROW = 16384
+MAXIMUM_TILE = (8, 1024)
 
 
 def free_scales(x: torch.Tensor, cast: Cast, *, by_column: bool, integer: bool) -> torch.Tensor:
@@ -150,7 +151,7 @@ def _cast_tensor_both(x: torch.Tensor, text: str) -> list[torch.Tensor]:
         from lowprec.backends.triton_kernels import pipelined
 
         amax = torch.zeros(1, dtype=torch.int32, device=x.device)
-        source, tile = Source.of(x), (8, 1024)
+        source, tile = Source.of(x), MAXIMUM_TILE
         start(
             spans.whole_maximum,
             source.programs(*tile),

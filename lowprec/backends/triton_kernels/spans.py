@@ -5,15 +5,43 @@
 import triton
 import triton.language as tl
 
-from lowprec.backends.triton_kernels.codec import amax_bits, as_float32, encode
+from lowprec.backends.triton_kernels.codec import amax_bits, as_float32, encode, encode_kept
 from lowprec.backends.triton_kernels.places import offsets, place, start, within
 
 
 @triton.jit
+def _quotients(values, scale):
+    """values / scale, true division where it is normal, by one reciprocal a scale.
+
+    The compiler's own division calls a subroutine for every warp with a zero in it. Here the
+    quotient is corrected twice by its exact remainder, which rounds as division does (Markstein,
+    IA-64 and Elementary Functions, 2000). Scales so small that a remainder could not be exact are
+    raised first, with their values.
+    """
+    raised = tl.where(scale < 2.0**-60, 2.0**64, 1.0)
+    scale = scale * raised
+    values = values * raised
+    one = tl.full(scale.shape, 1.0, tl.float32)
+    inverse, _ = tl.broadcast(tl.div_rn(one, scale), values)
+    less, _ = tl.broadcast(-scale, values)
+    found = values * inverse
+    found = tl.fma(tl.fma(found, less, values), inverse, found)
+    found = tl.fma(tl.fma(found, less, values), inverse, found)
+    # A zero lost its sign.
+    sign = values.to(tl.int32, bitcast=True) & -0x80000000
+    return (found.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _divided(values, scale, ELEMENT: tl.constexpr, INTEGER: tl.constexpr):
-    """Codes of values / scale, true division; 0 where the scale is NaN."""
-    wide = tl.broadcast_to(scale, values.shape)
-    return encode(tl.where(wide == wide, tl.div_rn(values, wide), 0.0), ELEMENT, INTEGER)
+    """Codes of values / scale; 0 where the scale is NaN."""
+    if INTEGER:
+        wide = tl.broadcast_to(scale, values.shape)
+        codes = encode(tl.where(wide == wide, tl.div_rn(values, wide), 0.0), ELEMENT, INTEGER)
+    else:
+        keep = tl.broadcast_to(tl.where(scale == scale, -1, 0), values.shape)
+        codes = encode_kept(_quotients(values, scale), keep, ELEMENT, INTEGER)
+    return codes
 
 
 @triton.jit(do_not_specialize=["rows", "units", "source_batch", "source_unit"])

@@ -13,15 +13,43 @@ import triton.language as tl
 
 from lowprec.backends.triton_kernels.codec import (
     amax_bits,
+    any_hard,
     as_float32,
     encode,
     encode_multiplier,
+    encode_normal,
     encode_random,
+    hardware_cast,
     scale_bytes,
+    smallest,
     stored_scale,
 )
 from lowprec.backends.triton_kernels.draws import tile_words
 from lowprec.backends.triton_kernels.places import offsets, place, start, within
+
+
+@triton.jit
+def _spread(biased, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """What blocks have, in the rank of the tile by blocks."""
+    if BLOCK_R == 1:
+        spread = biased[:, :, None]
+    elif BLOCK_C == 1:
+        spread = biased[:, None, :]
+    else:
+        spread = biased[:, None, :, None]
+    return spread
+
+
+@triton.jit
+def _least(blocks, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """codec.smallest of each block; of square blocks it may be 0 without all values being it."""
+    if BLOCK_R == 1:
+        least = smallest(blocks, 2)
+    elif BLOCK_C == 1:
+        least = smallest(blocks, 1)
+    else:
+        least = tl.min(smallest(blocks, 3), 1)
+    return least
 
 
 @triton.jit
@@ -38,22 +66,27 @@ def cast_blocks(values, words, SPEC: tl.constexpr, INTEGER: tl.constexpr):
     C: tl.constexpr = values.shape[1]
     if BLOCK_R == 1:
         blocks = values.reshape(R, C // BLOCK_C, BLOCK_C)
-        biased = scale_bytes(amax_bits(blocks, 2, INTEGER), ELEMENT, RULE)
-        spread = biased[:, :, None]
+        bits = amax_bits(blocks, 2, INTEGER)
     elif BLOCK_C == 1:
         blocks = values.reshape(R // BLOCK_R, BLOCK_R, C)
-        biased = scale_bytes(amax_bits(blocks, 1, INTEGER), ELEMENT, RULE)
-        spread = biased[:, None, :]
+        bits = amax_bits(blocks, 1, INTEGER)
     else:
         blocks = values.reshape(R // BLOCK_R, BLOCK_R, C // BLOCK_C, BLOCK_C)
-        held = amax_bits(blocks, 3, INTEGER).to(tl.float32, bitcast=True)
-        biased = scale_bytes(amax_bits(held, 1, INTEGER), ELEMENT, RULE)
-        spread = biased[:, None, :, None]
-    scaled = tl.where(spread == 255, 0.0, blocks * encode_multiplier(spread))
+        bits = amax_bits(amax_bits(blocks, 3, INTEGER).to(tl.float32, bitcast=True), 1, INTEGER)
+    biased = scale_bytes(bits, ELEMENT, RULE)
+    spread = _spread(biased, BLOCK_R, BLOCK_C)
+    scaled = blocks * encode_multiplier(spread)
     if words is None:
-        codes = encode(scaled, ELEMENT, INTEGER).reshape(R, C)
+        codes = encode(tl.where(spread == 255, 0.0, scaled), ELEMENT, INTEGER).reshape(R, C)
     else:
-        codes = encode_random(scaled.reshape(R, C), words, ELEMENT)
+        HARDWARE: tl.constexpr = hardware_cast(ELEMENT)
+        if not HARDWARE or any_hard(
+            _least(blocks, BLOCK_R, BLOCK_C), bits, encode_multiplier(biased), ELEMENT
+        ):
+            scaled = tl.where(spread == 255, 0.0, scaled)
+            codes = encode_random(scaled.reshape(R, C), words, ELEMENT)
+        else:
+            codes = encode_normal(scaled.reshape(R, C), words, ELEMENT, INTEGER)
     return codes, biased
 
 

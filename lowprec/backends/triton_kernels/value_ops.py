@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import triton
 
 from lowprec.backends.triton_kernels import launch, values
 from lowprec.backends.triton_kernels.launch import DTYPES, LIBRARY, Source, spec_of, stored_as
@@ -10,11 +11,13 @@ from lowprec.backends.triton_kernels.starting import start
 from lowprec.formats import ALL, FORMATS, Format
 
 
-def _tile(block_r: int, block_c: int) -> tuple[int, int, int]:
+def _tile(cols: int, block_r: int, block_c: int) -> tuple[int, int, int]:
     """Rows and columns of a tile, and its warps."""
-    tile_r, tile_c = max(8, block_r), max(64 if block_r == 128 else 256, block_c)
+    tall = block_r == 128
+    wide = min(64 if tall else 256, triton.next_power_of_2(max(cols, 32)))
+    tile_r, tile_c = max((512 if tall else 2048) // wide, block_r), max(wide, block_c)
     # Blocks of 128 rows hold more addresses a thread.
-    return tile_r, tile_c, max(tile_r * tile_c // (1024 if block_r == 128 else 2048), 4)
+    return tile_r, tile_c, max(tile_r * tile_c // (1024 if tall else 2048), 4)
 
 
 LIBRARY.define(
@@ -51,7 +54,7 @@ def decode(
         return out
     across, along = (0 if extent == ALL else extent for extent in fmt.block)
     block_r, block_c = (along, across) if by_column else (across, along)
-    tile_r, tile_c, warps = _tile(block_r, block_c)
+    tile_r, tile_c, warps = _tile(codes.shape[2], block_r, block_c)
     source = Source.of(codes)
     start(
         values.decode_tiles,
@@ -96,7 +99,7 @@ def round_trip(
     if x.numel() == 0:
         return out
     spec = spec_of(cast, by_column=by_column)
-    tile_r, tile_c, warps = _tile(spec.block_r, spec.block_c)
+    tile_r, tile_c, warps = _tile(x.shape[2], spec.block_r, spec.block_c)
     source = Source.of(x)
     start(
         values.round_trip_tiles,

@@ -1,0 +1,473 @@
+# mypy: ignore-errors
+# Bodies of @gluon.jit functions are Triton's language, not typed Python.
+"""Backward attention on Hopper's asynchronous products, in Gluon; bf16 operands.
+
+As in attention_gradients one kernel keeps a tile of 128 keys and sees queries go by, the other
+keeps 128 queries and sees keys go by, so that every sum has one order. As in attention_stream one
+warp copies, and two groups of four warps take 64 rows each.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from lowprec.backends.triton_kernels.attention_stream import (
+    LOG2E,
+    ROWS,
+    exp2,
+    place,
+    ring,
+    signals,
+)
+
+STEP_Q = gl.constexpr(64)
+
+
+@gluon.jit
+def _place(item, total, lists, cu_rows, cu_other, heads):
+    """`place` of an item, or of the last, with the sequence's first and number of the others."""
+    sequence, head, tile, first, rows = place(gl.minimum(item, total - 1), lists, cu_rows, heads)
+    first_other = gl.load(cu_other + sequence)
+    others = gl.load(cu_other + sequence + 1) - first_other
+    return sequence, head, tile, first, rows, first_other, others
+
+
+@gluon.jit
+def _zero_rows(buffer, valid, D: gl.constexpr):
+    """Make the rows of a tile in shared memory from `valid` on zero."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [4, 1], [1, 0])
+    TILE: gl.constexpr = buffer.shape[0]
+    tile = buffer.load(LAYOUT)
+    row = gl.arange(0, TILE, gl.SliceLayout(1, LAYOUT))
+    buffer.store(gl.where(gl.expand_dims(row < valid, 1), tile, 0.0))
+
+
+@gluon.jit
+def _store(to, stride, first, rows, values, D: gl.constexpr):
+    """Round [64, D] to bf16 and store the rows from `first` on that exist."""
+    OUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [4, 1], [1, 0])
+    r = first + gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
+    c = gl.arange(0, D, gl.SliceLayout(0, OUT))
+    at = to + gl.expand_dims(r.to(gl.int64) * stride, 1) + gl.expand_dims(c, 0)
+    inside = gl.expand_dims(r < rows, 1) & gl.expand_dims(c < D, 0)
+    gl.store(at, gl.convert_layout(values.to(gl.bfloat16), OUT), mask=inside)
+
+
+@gluon.jit
+def _fetch(one, two, columns, row, full, places, number):
+    """Copy a tile of each of two tensors, announced to the barrier `full`."""
+    mbarrier.expect(full, one.block_type.nbytes + two.block_type.nbytes)
+    tma.async_copy_global_to_shared(one, [row, columns[0]], full, places[0].index(number))
+    tma.async_copy_global_to_shared(two, [row, columns[1]], full, places[1].index(number))
+
+
+@gluon.jit
+def _first_query(first, keys, queries, CAUSAL: gl.constexpr):
+    """The first tile of STEP_Q queries that sees the key at `first` or a later one."""
+    start = 0
+    if CAUSAL:
+        start = gl.minimum(gl.maximum(first - (keys - queries), 0), queries) // STEP_Q
+    return start
+
+
+@gluon.jit
+def _copy_queries(
+    sources,
+    buffers,
+    barriers,
+    rows_of,
+    lists,
+    sizes,
+    columns,
+    CAUSAL: gl.constexpr,
+    TILE_K: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """The copying warp of keys_stream: one tile of keys and values, then all queries and dO."""
+    BOTH: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    q, k, v, do = sources
+    q_at, k_at, v_at, do_at, rows_at = buffers
+    kept_full, kept_empty, full, empty = barriers
+    values, tiles = rows_of
+    batch, shared_heads, group = sizes
+    q_head, k_head, v_head, do_head = columns
+    starts, _owners, cu_q, cu_k = lists
+    total = gl.load(starts + batch) * shared_heads
+    turn, slot, phase = 0, 0, 0
+    step = gl.num_programs(0)
+    coming = _place(gl.program_id(0), total, lists, cu_k, cu_q, shared_heads)
+    for item in range(gl.program_id(0), total, step):
+        sequence, shared, tile, first_k, keys, first_q, queries = coming
+        coming = _place(item + step, total, lists, cu_k, cu_q, shared_heads)
+        mbarrier.wait(kept_empty.index(0), (turn & 1) ^ 1)
+        mbarrier.expect(kept_full.index(0), 2 * (k.block_type.nbytes + v.block_type.nbytes))
+        for half in gl.static_range(2):
+            row = first_k + tile * TILE_K + half * ROWS
+            tma.async_copy_global_to_shared(
+                k, [row, shared * k_head], kept_full.index(0), k_at.index(half)
+            )
+            tma.async_copy_global_to_shared(
+                v, [row, shared * v_head], kept_full.index(0), v_at.index(half)
+            )
+        turn += 1  # noqa: SIM113 (Triton has no enumerate)
+        start = _first_query(tile * TILE_K, keys, queries, CAUSAL)
+        steps = gl.cdiv(queries, STEP_Q) - start
+        for one in range(group * steps):
+            head = shared * group + one // steps
+            m = start + steps - 1 - one % steps
+            mbarrier.wait(empty.index(slot), phase ^ 1)
+            columns_here = (head * q_head, head * do_head)
+            at = (head * tiles + first_q // STEP_Q + sequence + m) * (2 * STEP_Q)
+            async_copy.async_copy_global_to_shared(
+                rows_at.index(slot), values + at + gl.arange(0, 2 * STEP_Q, BOTH)
+            )
+            async_copy.mbarrier_arrive(full.index(slot))
+            _fetch(q, do, columns_here, first_q + m * STEP_Q, full.index(slot), (q_at, do_at), slot)
+            slot += 1
+            if slot == STAGES:
+                slot = 0
+                phase ^= 1
+
+
+@gluon.jit
+def _keys(
+    buffers,
+    barriers,
+    outputs,
+    lists,
+    sizes,
+    scale,
+    HALF: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    TILE_K: gl.constexpr,
+    D: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """A group of four warps: keys HALF * 64 .. HALF * 64 + 63 of each tile."""
+    OF_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP_Q, 16])
+    OF_D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    OF_P: gl.constexpr = gl.DotOperandLayout(0, OF_D, 2)
+    q_at, k_at, v_at, do_at, rows_at = buffers
+    kept_full, kept_empty, full, empty = barriers
+    dk, dv = outputs
+    batch, shared_heads, group = sizes
+    starts, _owners, cu_q, cu_k = lists
+    total = gl.load(starts + batch) * shared_heads
+    of_row = gl.arange(0, STEP_Q, gl.SliceLayout(0, OF_S))
+    own = gl.arange(0, ROWS, gl.SliceLayout(1, OF_S))
+    zero = gl.zeros((ROWS, STEP_Q), gl.float32, OF_S)
+    unit = scale * LOG2E
+    turn, slot, phase = 0, 0, 0
+    step = gl.num_programs(0)
+    coming = _place(gl.program_id(0), total, lists, cu_k, cu_q, shared_heads)
+    for item in range(gl.program_id(0), total, step):
+        _sequence, shared, tile, first_k, keys, _first_q, queries = coming
+        coming = _place(item + step, total, lists, cu_k, cu_q, shared_heads)
+        first = tile * TILE_K + HALF * ROWS
+        acc_k = gl.zeros((ROWS, D), gl.float32, OF_D)
+        acc_v = gl.zeros((ROWS, D), gl.float32, OF_D)
+        start = _first_query(tile * TILE_K, keys, queries, CAUSAL)
+        steps = gl.cdiv(queries, STEP_Q) - start
+        mbarrier.wait(kept_full.index(0), turn & 1)
+        turn += 1  # noqa: SIM113 (Triton has no enumerate)
+        for _one in range(group):
+            if steps > 0 and queries % STEP_Q != 0:
+                # Rows of the next sequence: they may not even add 0 times Inf.
+                mbarrier.wait(full.index(slot), phase)
+                _zero_rows(q_at.index(slot), queries % STEP_Q, D)
+                _zero_rows(do_at.index(slot), queries % STEP_Q, D)
+                fence_async_shared()
+            for j in range(steps):
+                mbarrier.wait(full.index(slot), phase)
+                s = warpgroup_mma(
+                    k_at.index(HALF), q_at.index(slot).permute((1, 0)), zero,
+                    use_acc=False, is_async=True,
+                )  # fmt: skip
+                dp = warpgroup_mma(
+                    v_at.index(HALF), do_at.index(slot).permute((1, 0)), zero,
+                    use_acc=False, is_async=True,
+                )  # fmt: skip
+                s = warpgroup_mma_wait(1, deps=[s])
+                if CAUSAL:
+                    rows = (start + steps - 1 - j) * STEP_Q + of_row
+                    seen = gl.expand_dims(first + own, 1) <= gl.expand_dims(
+                        rows + (keys - queries), 0
+                    )
+                    s = gl.where(seen, s, float("-inf"))
+                power = rows_at.index(slot).slice(0, STEP_Q).load(gl.SliceLayout(0, OF_S))
+                p = exp2(s * unit - gl.expand_dims(power, 0))
+                left = gl.convert_layout(p.to(gl.bfloat16), OF_P)
+                later = warpgroup_mma(left, do_at.index(slot), acc_v, is_async=True)
+                dp = warpgroup_mma_wait(1, deps=[dp])
+                mean = rows_at.index(slot).slice(STEP_Q, STEP_Q).load(gl.SliceLayout(0, OF_S))
+                ds = p * (dp - gl.expand_dims(mean, 0))
+                left = gl.convert_layout(ds.to(gl.bfloat16), OF_P)
+                last = warpgroup_mma(left, q_at.index(slot), acc_k, is_async=True)
+                acc_v, acc_k = warpgroup_mma_wait(0, deps=[later, last])
+                mbarrier.arrive(empty.index(slot), count=1)
+                slot += 1
+                if slot == STAGES:
+                    slot = 0
+                    phase ^= 1
+        mbarrier.arrive(kept_empty.index(0), count=1)
+        at = (first_k.to(gl.int64) * shared_heads + shared) * D
+        _store(dv + at, shared_heads * D, first, keys, acc_v, D)
+        _store(dk + at, shared_heads * D, first, keys, acc_k * scale, D)
+
+
+@gluon.jit(do_not_specialize=["batch", "tiles"])
+def keys_stream(
+    q,
+    k,
+    v,
+    do,
+    dk,
+    dv,
+    rows_of,
+    cu_q,
+    cu_k,
+    starts,
+    owners,
+    batch,
+    tiles,
+    shared_heads,
+    group,
+    q_head,
+    k_head,
+    v_head,
+    do_head,
+    scale,
+    CAUSAL: gl.constexpr,
+    TILE_K: gl.constexpr,
+    D: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """dk and dv [tokens, shared_heads, D] bf16 of tiles of 128 keys, over the heads of a group.
+
+    q, k, v, do: descriptors of [tokens, columns] bf16; rows_of as prepare_tiles leaves it, `tiles`
+    a head.
+    """
+    q_at, do_at = ring(q, STAGES), ring(do, STAGES)
+    k_at, v_at = ring(k, 2), ring(v, 2)
+    rows_at = gl.allocate_shared_memory(
+        gl.float32, [STAGES, 2 * STEP_Q], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    kept_full, kept_empty = signals(1, 1), signals(1, 2)
+    full, empty = signals(STAGES, 1), signals(STAGES, 2)
+    fence_async_shared()
+    buffers, barriers = (q_at, k_at, v_at, do_at, rows_at), (kept_full, kept_empty, full, empty)
+    lists, sizes = (starts, owners, cu_q, cu_k), (batch, shared_heads, group)
+    outputs, rows = (dk, dv), (rows_of, tiles)
+    columns = (q_head, k_head, v_head, do_head)
+    gl.warp_specialize(
+        [
+            (_keys, (buffers, barriers, outputs, lists, sizes, scale, 0, CAUSAL, TILE_K,
+                     D, STAGES)),
+            (_keys, (buffers, barriers, outputs, lists, sizes, scale, 1, CAUSAL, TILE_K,
+                     D, STAGES)),
+            (_copy_queries, ((q, k, v, do), buffers, barriers, rows, lists, sizes, columns, CAUSAL,
+                             TILE_K, STAGES)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _last_key(first, keys, queries, CAUSAL: gl.constexpr, TILE_Q: gl.constexpr):
+    """How many keys the tile of queries at `first` sees."""
+    high = keys
+    if CAUSAL:
+        last = gl.minimum(first + TILE_Q, queries)
+        high = gl.minimum(gl.maximum(last + keys - queries, 0), keys)
+    return high
+
+
+@gluon.jit
+def _copy_keys(
+    sources,
+    buffers,
+    barriers,
+    lists,
+    sizes,
+    columns,
+    CAUSAL: gl.constexpr,
+    STEP_K: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """The copying warp of queries_stream: one tile of queries and dO, then all keys and values."""
+    q, k, v, do = sources
+    q_at, k_at, v_at, do_at = buffers
+    kept_full, kept_empty, full, empty = barriers
+    batch, heads, group = sizes
+    q_head, k_head, v_head, do_head = columns
+    starts, _owners, cu_q, cu_k = lists
+    total = gl.load(starts + batch) * heads
+    turn, slot, phase = 0, 0, 0
+    step = gl.num_programs(0)
+    coming = _place(gl.program_id(0), total, lists, cu_q, cu_k, heads)
+    for item in range(gl.program_id(0), total, step):
+        _sequence, head, tile, first_q, queries, first_k, keys = coming
+        coming = _place(item + step, total, lists, cu_q, cu_k, heads)
+        mbarrier.wait(kept_empty.index(0), (turn & 1) ^ 1)
+        mbarrier.expect(kept_full.index(0), 2 * (q.block_type.nbytes + do.block_type.nbytes))
+        for half in gl.static_range(2):
+            row = first_q + tile * (2 * ROWS) + half * ROWS
+            tma.async_copy_global_to_shared(
+                q, [row, head * q_head], kept_full.index(0), q_at.index(half)
+            )
+            tma.async_copy_global_to_shared(
+                do, [row, head * do_head], kept_full.index(0), do_at.index(half)
+            )
+        turn += 1  # noqa: SIM113 (Triton has no enumerate)
+        steps = gl.cdiv(_last_key(tile * 2 * ROWS, keys, queries, CAUSAL, 2 * ROWS), STEP_K)
+        shared = head // group
+        for j in range(steps):
+            n = steps - 1 - j
+            mbarrier.wait(empty.index(slot), phase ^ 1)
+            columns_here = (shared * k_head, shared * v_head)
+            _fetch(k, v, columns_here, first_k + n * STEP_K, full.index(slot), (k_at, v_at), slot)
+            slot += 1
+            if slot == STAGES:
+                slot = 0
+                phase ^= 1
+
+
+@gluon.jit
+def _queries(
+    buffers,
+    barriers,
+    dq,
+    rows_of,
+    lists,
+    sizes,
+    scale,
+    HALF: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    STEP_K: gl.constexpr,
+    D: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """A group of four warps: queries HALF * 64 .. HALF * 64 + 63 of each tile."""
+    OF_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP_K, 16])
+    OF_D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    OF_P: gl.constexpr = gl.DotOperandLayout(0, OF_D, 2)
+    q_at, k_at, v_at, do_at = buffers
+    kept_full, kept_empty, full, empty = barriers
+    values, tiles = rows_of
+    batch, heads, _group = sizes
+    starts, _owners, cu_q, cu_k = lists
+    total = gl.load(starts + batch) * heads
+    own = gl.arange(0, ROWS, gl.SliceLayout(1, OF_S))
+    column = gl.arange(0, STEP_K, gl.SliceLayout(0, OF_S))
+    zero = gl.zeros((ROWS, STEP_K), gl.float32, OF_S)
+    unit = scale * LOG2E
+    turn, slot, phase = 0, 0, 0
+    step = gl.num_programs(0)
+    coming = _place(gl.program_id(0), total, lists, cu_q, cu_k, heads)
+    for item in range(gl.program_id(0), total, step):
+        sequence, head, tile, first_q, queries, _first_k, keys = coming
+        coming = _place(item + step, total, lists, cu_q, cu_k, heads)
+        first = tile * (2 * ROWS) + HALF * ROWS
+        rows = first + own
+        place_of_rows = head * tiles + first_q // ROWS + sequence + tile * 2 + HALF
+        at = values + place_of_rows * (2 * ROWS) + own
+        power, mean = gl.load(at), gl.load(at + ROWS)
+        acc = gl.zeros((ROWS, D), gl.float32, OF_D)
+        high = _last_key(tile * 2 * ROWS, keys, queries, CAUSAL, 2 * ROWS)
+        steps = gl.cdiv(high, STEP_K)
+        mbarrier.wait(kept_full.index(0), turn & 1)
+        turn += 1  # noqa: SIM113 (Triton has no enumerate)
+        if steps * STEP_K > keys:
+            # Keys of the next sequence: as zeros their dP is zero, and what they add is too.
+            mbarrier.wait(full.index(slot), phase)
+            _zero_rows(k_at.index(slot), keys % STEP_K, D)
+            _zero_rows(v_at.index(slot), keys % STEP_K, D)
+            fence_async_shared()
+        for j in range(steps):
+            n = (steps - 1 - j) * STEP_K
+            mbarrier.wait(full.index(slot), phase)
+            s = warpgroup_mma(
+                q_at.index(HALF), k_at.index(slot).permute((1, 0)), zero,
+                use_acc=False, is_async=True,
+            )  # fmt: skip
+            dp = warpgroup_mma(
+                do_at.index(HALF), v_at.index(slot).permute((1, 0)), zero,
+                use_acc=False, is_async=True,
+            )  # fmt: skip
+            s = warpgroup_mma_wait(1, deps=[s])
+            seen = gl.expand_dims(n + column, 0) < keys
+            if CAUSAL:
+                seen &= gl.expand_dims(n + column, 0) <= gl.expand_dims(rows + (keys - queries), 1)
+            s = gl.where(seen, s, float("-inf"))
+            p = exp2(s * unit - gl.expand_dims(power, 1))
+            dp = warpgroup_mma_wait(0, deps=[dp])
+            ds = p * (dp - gl.expand_dims(mean, 1))
+            left = gl.convert_layout(ds.to(gl.bfloat16), OF_P)
+            acc = warpgroup_mma(left, k_at.index(slot), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(empty.index(slot), count=1)
+            slot += 1
+            if slot == STAGES:
+                slot = 0
+                phase ^= 1
+        mbarrier.arrive(kept_empty.index(0), count=1)
+        at = (first_q.to(gl.int64) * heads + head) * D
+        _store(dq + at, heads * D, first, queries, acc * scale, D)
+
+
+@gluon.jit(do_not_specialize=["batch", "tiles"])
+def queries_stream(
+    q,
+    k,
+    v,
+    do,
+    dq,
+    rows_of,
+    cu_q,
+    cu_k,
+    starts,
+    owners,
+    batch,
+    tiles,
+    heads,
+    group,
+    q_head,
+    k_head,
+    v_head,
+    do_head,
+    scale,
+    CAUSAL: gl.constexpr,
+    STEP_K: gl.constexpr,
+    D: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """dq [tokens, heads, D] bf16 of tiles of 128 queries; arguments as of keys_stream."""
+    q_at, do_at = ring(q, 2), ring(do, 2)
+    k_at, v_at = ring(k, STAGES), ring(v, STAGES)
+    kept_full, kept_empty = signals(1, 1), signals(1, 2)
+    full, empty = signals(STAGES, 1), signals(STAGES, 2)
+    fence_async_shared()
+    buffers, barriers = (q_at, k_at, v_at, do_at), (kept_full, kept_empty, full, empty)
+    lists, sizes = (starts, owners, cu_q, cu_k), (batch, heads, group)
+    columns = (q_head, k_head, v_head, do_head)
+    rows = (rows_of, tiles)
+    gl.warp_specialize(
+        [
+            (_queries, (buffers, barriers, dq, rows, lists, sizes, scale, 0, CAUSAL, STEP_K, D,
+                        STAGES)),
+            (_queries, (buffers, barriers, dq, rows, lists, sizes, scale, 1, CAUSAL, STEP_K, D,
+                        STAGES)),
+            (_copy_keys, ((q, k, v, do), buffers, barriers, lists, sizes, columns, CAUSAL, STEP_K,
+                          STAGES)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
