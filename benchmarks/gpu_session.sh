@@ -12,7 +12,8 @@ workers=()
 
 echo "== tests"
 timeout 240 "$python" -m pytest -q -m gpu tests/gpu/test_kernels_on_gpu.py \
-  tests/gpu/test_fused_on_gpu.py "${workers[@]}" -p no:cacheprovider -p no:benchmark --tb=short \
+  tests/gpu/test_fused_on_gpu.py tests/gpu/test_emulated_on_gpu.py tests/gpu/test_attention_on_gpu.py \
+  tests/gpu/test_attention_calls_on_gpu.py tests/gpu/test_attention_fused_on_gpu.py "${workers[@]}" -p no:cacheprovider -p no:benchmark --tb=short \
   --junitxml="$out/tests.xml" >"$out/tests.log" 2>&1
 grep -E "^(FAILED|ERROR)|passed|failed" "$out/tests.log" | cut -c1-300 | tail -40
 
