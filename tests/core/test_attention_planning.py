@@ -333,6 +333,7 @@ def test_the_backend_follows_from_facts_and_refusals_are_kept(
         assert not choice.native
     if importlib.util.find_spec("triton") is not None:
         native = str(recipe_policy("fp8-attention"))
+        monkeypatch.setattr(attention_triton, "PROVEN", frozenset())
         for policy, what in (("bf16", "bf16"), (native, native)):
             choice = chosen("h200", policy)
             assert choice.backend == "emulated"

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 )
 SLOW = pytest.mark.slow
 # Bytes a thread that wait on the stack between tiles, outside of the loops over keys or queries.
-STACK = {"attend_stream": 32, "keys_stream": 48, "queries_stream": 24}
+STACK = {"attend_stream": 32, "keys_stream": 64, "queries_stream": 24}
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lowprec.attention_policy import AttentionPolicy
 from lowprec.backends import choose, choose_gemm, reference, triton_kernels
 from lowprec.backends.facts import Facts
 from lowprec.backends.triton_kernels.proven import PROVEN
@@ -215,7 +216,11 @@ def test_plans_take_what_is_proven_and_nothing_else(monkeypatch: pytest.MonkeyPa
     assert choose("quantize", facts).backend == "triton"
     assert choose_gemm(facts.left, facts.left, NAMED["h200"]).product == "emulated"
     assert choose("quantize", Facts(NAMED["cpu"], facts.left, None)).backend == "emulated"
-    assert set(CASTS) >= {text.rpartition(" + ")[2] for text in PROVEN}
+    casts = {text for text in PROVEN if not text.startswith("attention ")}
+    assert set(CASTS) >= {text.rpartition(" + ")[2] for text in casts}
+    for text in PROVEN - casts:
+        policy = AttentionPolicy.parse(text.removeprefix("attention "))
+        assert text == f"attention {policy if policy.quantizes else 'bf16'}"
 
 
 @needs_triton

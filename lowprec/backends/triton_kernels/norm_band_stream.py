@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
+from lowprec.backends.triton_kernels.barriers import thread_barrier
 from lowprec.backends.triton_kernels.pairs import (
     affine,
     cast_pairs,
@@ -100,7 +101,7 @@ def norm_bands_streamed(
     for s in gl.static_range(SLOTS):
         mbarrier.init(ready.index(s), count=1)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     for s in gl.static_range(SLOTS):
         _fetch(source, ring, ready, s, bands, TILES, SLOTS)
     first = 0
@@ -151,7 +152,7 @@ def norm_bands_streamed(
             slot.store(pairs)
             # Whatever leaves out[side] was started before the last tile's codes.
             tma.store_wait(2 * (OUTS - 1))
-            gl.thread_barrier()
+            thread_barrier()
             by_row = slot.load(BY_ROW)
             byte_1, byte_2, multipliers, keep_1, keep_2 = column_scales(pairs, ELEMENT, RULE)
             spread, _ = gl.broadcast(gl.expand_dims(multipliers, 0), pairs)
@@ -170,7 +171,7 @@ def norm_bands_streamed(
             to = scales + gl.expand_dims(b.to(gl.int64) * rows, 0) + gl.expand_dims(own, 1)
             gl.store(to, biased.to(gl.uint8), mask=gl.expand_dims(own < rows, 1))
             fence_async_shared()
-            gl.thread_barrier()
+            thread_barrier()
             tma.async_copy_shared_to_global(codes_t, [2 * first_p, first_r], out_t.index(side))
             tma.async_copy_shared_to_global(codes, [first_r, first_p], out.index(side))
             _fetch(source, ring, ready, tile + SLOTS, bands, TILES, SLOTS)

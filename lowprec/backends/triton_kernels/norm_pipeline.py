@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
+from lowprec.backends.triton_kernels.barriers import thread_barrier
 from lowprec.backends.triton_kernels.pipeline import (
     column_layout,
     encode_kept,
@@ -136,7 +137,7 @@ def norm_bands_pipelined(
             first_c = t * TILE_C
             by_column = ring.index(slot).load(BY_COLUMN)
             by_row = ring.index(slot).load(BY_ROW)
-            gl.thread_barrier()
+            thread_barrier()
             _fetch(source, ring, ready, tile + SLOTS, bands, TILES, SLOTS)
             v = normalized(
                 by_column, weight, bias, middle_c, factor_c, first_r, first_c, rows, COLS,
@@ -161,11 +162,11 @@ def norm_bands_pipelined(
                 gl.cdiv(rows, ROW[2]), COLS // ROW[3], True, ROW[4],
             )  # fmt: skip
             tma.store_wait(0)
-            gl.thread_barrier()
+            thread_barrier()
             out_t.store(turned)
             out.store(straight)
             fence_async_shared()
-            gl.thread_barrier()
+            thread_barrier()
             tma.async_copy_shared_to_global(codes_t, [first_c, first_r], out_t)
             tma.async_copy_shared_to_global(codes, [first_r, first_c], out)
         first += TILES

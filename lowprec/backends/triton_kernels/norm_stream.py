@@ -11,6 +11,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from lowprec.backends.triton_kernels.barriers import thread_barrier
 from lowprec.backends.triton_kernels.codec import stored_scale
 from lowprec.backends.triton_kernels.pairs import (
     affine,
@@ -139,7 +140,7 @@ def norm_rows_streamed(
         if not HELD:
             b_1, b_2 = _kept(b_first, P, PER), _kept(b_second, P, PER)
     if not HELD:
-        gl.thread_barrier()
+        thread_barrier()
     inside = None
     if not FULL:
         inside = gl.expand_dims(p < PAIRS, 0)

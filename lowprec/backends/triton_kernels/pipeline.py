@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
+from lowprec.backends.triton_kernels.barriers import thread_barrier
 from lowprec.backends.triton_kernels.codec import carry_of, emax_of, max_of
 
 
@@ -330,18 +331,18 @@ def cast_tiles_pipelined(
             mbarrier.wait(ready.index(slot), (k // STAGES) & 1)
         else:
             async_copy.wait_group(STAGES - 1)
-            gl.thread_barrier()
+            thread_barrier()
         held = ring.index(slot)
         by_column = held.load(BY_COLUMN)
         if ROW is not None and amax is None:
             by_row = held.load(BY_ROW)
-        gl.thread_barrier()
+        thread_barrier()
         _fetch(
             source, ring, ready, tile + STAGES * step, slot, row_tiles, col_tiles, tiles, rows,
             cols, GROUP, COPY,
         )  # fmt: skip
         tma.store_wait((OUTS - 1) * STORES)
-        gl.thread_barrier()
+        thread_barrier()
         v = _values(
             by_column, weight, bias, mean, rstd, pr * TILE_R, pc * TILE_C, rows, cols, SOURCE
         )
@@ -396,7 +397,7 @@ def cast_tiles_pipelined(
                     ROW[4],
                 )
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
         tma.async_copy_shared_to_global(codes_t, [pc * TILE_C, pr * TILE_R], out_t.index(side))
         if ROW is not None:
             tma.async_copy_shared_to_global(codes, [pr * TILE_R, pc * TILE_C], out.index(side))
