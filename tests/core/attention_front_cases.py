@@ -89,8 +89,12 @@ def assert_norms_are_close(tensors: Tensors, rotary: Rotary | None) -> None:
 
 
 def assert_codes_are_the_reference(tensors: Tensors, rotary: Rotary | None, *, norm: bool) -> None:
-    """Codes and scales of what the same kernels write in bf16, tile by tile, to the bit."""
-    from lowprec.backends.triton_kernels import attention_project_ops
+    """Codes and scales of what the same kernels write in bf16, tile by tile, to the bit.
+
+    But for a norm on a GPU, where the two add squares in another order: then one code in a hundred
+    may be another, by a norm that differs in its last bit.
+    """
+    from lowprec.backends.triton_kernels import attention_project_ops, launch
 
     v, _, cu_q, cu_k = tensors[2:]
     front, width = Front(1e-6, rotary), v.shape[2]
@@ -118,7 +122,8 @@ def assert_codes_are_the_reference(tensors: Tensors, rotary: Rotary | None, *, n
                         part = part[:rows]
                     else:
                         part = found[tile, head]
-                    assert torch.equal(part[:, :width], want.codes.view(torch.uint8))
+                    apart = (part[:, :width] != want.codes.view(torch.uint8)).float().mean()
+                    assert apart <= (0.01 if norm and not launch.INTEGER else 0)
                     assert (part[:, width:] == 0).all()
                     biased = int(want.scales.flatten()[0])
                     assert float(scales[head, place]) == 2.0 ** max(biased - 127, -40)
