@@ -154,6 +154,7 @@ def test_short_keys_have_the_bits_of_the_other_kernel(
     fronts.assert_short_keys_have_the_same_bits(tensors, activation)
 
 
+@needs_triton
 def test_which_calls_have_short_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU only once the kernel is proven there."""
     from lowprec.backends.triton_kernels import attention_cross_ops
