@@ -67,7 +67,9 @@ def attention_forward(
     bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o and lse; see lowprec.attention_call."""
-    o, lse = _kernels().attention_forward(q, k, v, cu_q, cu_k, call=call, policy=policy, bias=bias)
+    how: dict[str, Any] = {"call": call, "policy": policy, "bias": bias}
+    with torch.cuda.device_of(q):  # Triton launches on the current device
+        o, lse = _kernels().attention_forward(q, k, v, cu_q, cu_k, **how)
     return o, lse
 
 
@@ -87,7 +89,9 @@ def attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """dq, dk, dv and dbias; see lowprec.attention_call."""
     tensors = (do, q, k, v, o, lse, cu_q, cu_k)
-    dq, dk, dv, dbias = _kernels().attention_backward(*tensors, call=call, policy=policy, bias=bias)
+    how: dict[str, Any] = {"call": call, "policy": policy, "bias": bias}
+    with torch.cuda.device_of(q):
+        dq, dk, dv, dbias = _kernels().attention_backward(*tensors, **how)
     return dq, dk, dv, dbias
 
 
@@ -102,7 +106,8 @@ def fronted_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o and lse of q, k, v, cu_q, cu_k before their front, which the kernels compute."""
     how: dict[str, Any] = {"front": front, "call": call, "policy": policy, "bias": bias}
-    o, lse = _kernels("attention_fronted").forward(tensors, weights, **how)
+    with torch.cuda.device_of(tensors[0]):
+        o, lse = _kernels("attention_fronted").forward(tensors, weights, **how)
     return o, lse
 
 
@@ -117,4 +122,5 @@ def fronted_backward(
 ) -> list[torch.Tensor | None]:
     """dq, dk, dv, dbias and gradients of the weights, of do, q, k, v, o, lse, cu_q, cu_k."""
     how: dict[str, Any] = {"front": front, "call": call, "policy": policy, "bias": bias}
-    return list(_kernels("attention_fronted").backward(tensors, weights, **how))
+    with torch.cuda.device_of(tensors[0]):
+        return list(_kernels("attention_fronted").backward(tensors, weights, **how))

@@ -345,3 +345,41 @@ def test_the_backend_follows_from_facts_and_refusals_are_kept(
         assert chosen("h200", native).native
         assert chosen("a100", native).backend == "emulated"
         assert chosen("h200", native, plain=False).backend == "emulated"
+
+
+@pytest.mark.parametrize("front", [False, True])
+def test_kernels_run_with_the_device_of_their_tensors_as_the_current_one(
+    front: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton launches on the current device, whatever device a tensor is on."""
+    entered: list[Any] = []
+
+    class Guard:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.tensor = tensor
+
+        def __enter__(self) -> None:
+            entered.append(self.tensor)
+
+        def __exit__(self, *_: object) -> None:
+            entered.append(None)
+
+    class Kernels:
+        def __getattr__(self, name: str) -> Any:
+            def run(*_: Any, **__: Any) -> list[None]:
+                assert entered[-1] is q
+                return [None] * (4 if "backward" in name else 2)
+
+            return run
+
+    monkeypatch.setattr(torch.cuda, "device_of", Guard)
+    monkeypatch.setattr(attention_triton, "_kernels", lambda *_: Kernels())
+    q, none = torch.empty(0), torch.empty(0)
+    how: Any = {"call": None, "policy": AttentionPolicy.parse("bf16"), "bias": None}
+    if front:
+        attention_triton.fronted_forward((q, none), (None, None), front=None, **how)  # type: ignore[arg-type]
+        attention_triton.fronted_backward((q, none), (None, None), front=None, **how)  # type: ignore[arg-type]
+    else:
+        attention_triton.attention_forward(q, none, none, none, none, **how)
+        attention_triton.attention_backward(none, q, none, none, none, none, none, none, **how)
+    assert entered == [q, None, q, None]
