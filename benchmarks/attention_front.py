@@ -1,12 +1,16 @@
-"""Speed of the pass before attention, and of the kernels that stream, on a GPU, as JSON lines.
+"""Speed of the pass before attention, alone and with all around it, on a GPU, as JSON lines.
 
     python benchmarks/attention_front.py [--quick] [--tune] [--out FILE]
 
-Norm and rotary embedding of q and k (131072 tokens of 128 jagged sequences, 8 heads), in bf16 and
-into 8 bits with v, against the same in PyTorch, eager and compiled; each is compared with the law
-first. --tune times candidate shapes of the kernels for short keys, blocks and few queries, through
-the kernels themselves, whether they are proven or not. `of_copy` is the bytes that must be read and
-written over median time and the copy bandwidth of the run.
+"front": norm and rotary embedding of q and k (131072 tokens of 128 jagged sequences, 8 heads), in
+bf16 and into 8 bits with v, against the same in PyTorch, eager and compiled, of sines and cosines
+that are there. "whole": from the tokens through the projection to q, k, v (torch, bf16) to what
+attention gives, forward: front and attention by kernels in 8 bits and in bf16, against the same
+projection, a front in PyTorch and the attention of our bf16 kernels, of varlen_attn, of cuDNN.
+All are compared with the law first. --tune times candidate shapes of the kernels for short keys,
+blocks and few queries, through the kernels themselves, whether they are proven or not. `of_copy` is
+the bytes that must be read and written over median time and the copy bandwidth of the run; `tflops`
+counts the projection and two products; `times_faster` is a median over that of 8 bits, ours.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -33,10 +39,11 @@ from lowprec.attention_policy import ATTENTION_BF16  # noqa: E402
 from lowprec.backends.triton_kernels import (  # noqa: E402
     attention_block_ops,
     attention_cross_ops,
+    attention_fronted,
     attention_ops,
     attention_project_ops,
 )
-from lowprec.rotary import Rotary  # noqa: E402
+from lowprec.rotary import Rotary, steps_of, waves  # noqa: E402
 
 FORMS = {
     "norm, rotary": Front(1e-6, Rotary()),
@@ -44,6 +51,8 @@ FORMS = {
     "norm": Front(1e-6, None),
 }
 HEADS = 8
+Pair = tuple[torch.Tensor, torch.Tensor]
+Line = tuple[Case, dict[str, Any], float]
 
 
 def given(problem: Problem, policy: Any = ATTENTION_BF16) -> Any:
@@ -52,25 +61,58 @@ def given(problem: Problem, policy: Any = ATTENTION_BF16) -> Any:
     return attention_ops.given((q, k, v), (cu_q, cu_k), None, problem.call, policy)
 
 
-def fronts(problem: Problem, form: str) -> Iterator[Case]:
+def weights_of(problem: Problem) -> Pair:
+    """Those of the norms of q and k."""
+    return torch.rand(problem.width, device="cuda"), torch.rand(problem.width, device="cuda")
+
+
+def in_pytorch(problem: Problem, front: Front, weights: Pair) -> Callable[[Pair], list[Any]]:
+    """The front of q and k [T, H, D] as a model writes it, of tables of sines and cosines."""
+    rotary, (q, k, *_, cu_q, cu_k) = front.rotary, problem.tensors
+    tables: list[Any] = [None, None]
+    if rotary is not None:
+        steps = torch.tensor(steps_of(rotary.base, rotary.turning(problem.width)), device="cuda")
+        at = places(cu_q, cu_k, (len(q), len(k)))
+        tables = [waves(one.long()[:, None, None] * steps) for one in at]
+
+    def one(x: torch.Tensor, weight: torch.Tensor, table: Any) -> torch.Tensor:
+        wide = functional.rms_norm(x.float(), (x.shape[2],), weight, front.eps)
+        if rotary is None:
+            return wide.to(x.dtype)
+        a, b = (wide[..., 0::2], wide[..., 1::2]) if rotary.interleaved else wide.chunk(2, -1)
+        sine, cosine = table
+        pair = (a * cosine - b * sine, b * cosine + a * sine)
+        turned = torch.stack(pair, -1).flatten(-2) if rotary.interleaved else torch.cat(pair, -1)
+        return turned.to(x.dtype)
+
+    return lambda pair: [one(*of) for of in zip(pair, weights, tables, strict=True)]
+
+
+def compiled(run: Callable[[Pair], list[Any]]) -> Callable[[Pair], list[Any]]:
+    """The same by torch.compile, for these shapes alone and whatever was compiled before."""
+    torch.compiler.reset()
+    return torch.compile(run, dynamic=False)
+
+
+def fronts(problem: Problem, form: str, *, quick: bool) -> Iterator[Case]:
     """Ours and PyTorch's ways from the projection to what attention reads."""
     front, (q, k, v, do, cu_q, cu_k) = FORMS[form], problem.tensors
-    weights = (torch.rand(problem.width, device="cuda"), torch.rand(problem.width, device="cuda"))
-    at = places(cu_q, cu_k, (q.shape[0], k.shape[0]))
+    weights, at = weights_of(problem), places(cu_q, cu_k, (q.shape[0], k.shape[0]))
     one, eight = given(problem), given(problem, NATIVE)
-
-    def law() -> list[torch.Tensor]:
-        return [apply_front(front, *part) for part in zip((q, k), weights, at, strict=True)]
-
-    for got, want in zip(attention_project_ops.fronted(one, front, weights), law(), strict=True):
-        if not torch.allclose(got.float(), want.float(), rtol=2.0**-7, atol=1e-6):
-            raise SystemExit(f"{form}, head dim {problem.width}: not what the law says")
+    plain = in_pytorch(problem, front, weights)
+    want = [apply_front(front, *part) for part in zip((q, k), weights, at, strict=True)]
+    for way in (attention_project_ops.fronted(one, front, weights), plain((q, k))):
+        for got, wanted in zip(way, want, strict=True):
+            if not torch.allclose(got.float(), wanted.float(), rtol=2.0**-7, atol=1e-5):
+                raise SystemExit(f"{form}, head dim {problem.width}: not what the law says")
     size, name = q.nbytes, f"front, {form}"
     yield Case(
         name, "", "bf16", lambda: attention_project_ops.fronted(one, front, weights), 4 * size
     )
-    yield Case(name, "", "bf16", law, 4 * size, backend="eager")
-    yield Case(name, "", "bf16", torch.compile(law), 4 * size, backend="compiled")
+    yield Case(name, "", "bf16", lambda: plain((q, k)), 4 * size, backend="eager")
+    if not quick:
+        fast = compiled(plain)
+        yield Case(name, "", "bf16", lambda: fast((q, k)), 4 * size, backend="compiled")
     cast: Callable[[], Any] = lambda: attention_project_ops.encoded(  # noqa: E731
         eight, front, weights, "rceil"
     )
@@ -79,6 +121,75 @@ def fronts(problem: Problem, form: str) -> Iterator[Case]:
         one, (do, v), front, weights
     )
     yield Case(name, "backward", "bf16", back, 6 * size)
+
+
+def attentions(problem: Problem) -> Iterator[tuple[str, Callable[..., torch.Tensor]]]:
+    """Ways from q, k and v that are normalized and turned to what attention gives, in bf16."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    cu_q, cu_k = problem.tensors[4:]
+    longest = max(problem.queries), max(problem.keys)
+    how: dict[str, Any] = {"call": problem.call, "policy": ATTENTION_BF16, "bias": None}
+    yield "triton", lambda *qkv: attention_ops.attention_forward(*qkv, cu_q, cu_k, **how)[0]
+    yield "varlen_attn", lambda *qkv: varlen_attn(*qkv, cu_q, cu_k, *longest)
+    batch = len(problem.queries)
+
+    def dense(*qkv: torch.Tensor) -> torch.Tensor:
+        parts = [t.unflatten(0, (batch, -1)).transpose(1, 2) for t in qkv]
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return functional.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(0, 1)
+
+    if len(set(problem.queries)) == 1:
+        yield "cuDNN", dense
+
+
+def whole(problem: Problem, form: str) -> list[Case]:
+    """From tokens [T, H D] to what attention gives [T, H, D]: ours, then with parts of others.
+
+    Every one is compared with the parts in PyTorch and our attention in bf16, and that is compared
+    with others' attention.
+    """
+    front, weights, heads, width = FORMS[form], weights_of(problem), problem.heads, problem.width
+    cu_q, cu_k = problem.tensors[4:]
+    model = heads * width
+    x = torch.randn(sum(problem.queries), model, device="cuda").bfloat16()
+    weight = (torch.randn(3 * model, model, device="cuda") * model**-0.5).bfloat16()
+    plain = in_pytorch(problem, front, weights)
+    fast = compiled(plain)
+
+    def projected() -> tuple[torch.Tensor, ...]:
+        return functional.linear(x, weight).view(-1, 3, heads, width).unbind(1)
+
+    def ours(policy: Any) -> torch.Tensor:
+        how: dict[str, Any] = {"front": front, "call": problem.call, "policy": policy, "bias": None}
+        return attention_fronted.forward((*projected(), cu_q, cu_k), weights, **how)[0]
+
+    def parts(turn: Any, attend: Callable[..., torch.Tensor]) -> torch.Tensor:
+        q, k, v = projected()
+        return attend(*turn((q, k)), v)
+
+    ways = dict(attentions(problem))
+    runs: dict[str, Callable[[], torch.Tensor]] = {
+        "front and attention e4m3": lambda: ours(NATIVE),
+        "front and attention bf16": lambda: ours(ATTENTION_BF16),
+        "front eager, attention bf16": lambda: parts(plain, ways["triton"]),
+    }
+    for name, attend in ways.items():
+        runs[f"front compiled, {name}"] = lambda attend=attend: parts(fast, attend)
+    want = runs["front eager, attention bf16"]().double()
+    found = []
+    for name, run in runs.items():
+        try:
+            got = run()
+        except RuntimeError:
+            if "cuDNN" in name:  # Which has no kernel for every layout.
+                continue
+            raise
+        error = float((got.double() - want).norm() / want.norm())
+        if not error < (0.1 if "e4m3" in name else 2e-2):
+            raise SystemExit(f"{problem.name}, {form}: {name} is wrong, relative error {error:.4f}")
+        found.append(Case(f"whole, {form}", "forward", "", run, 0, name))
+    return found
 
 
 def streams(problem: Problem) -> Iterator[tuple[Case, list[int]]]:
@@ -112,19 +223,41 @@ def streams(problem: Problem) -> Iterator[tuple[Case, list[int]]]:
             yield case("attend, few", lambda: ops._forward(one, o, lse)), [chunk, stages]
 
 
-def measured(*, quick: bool) -> Iterator[tuple[Case, dict[str, Any], float]]:
+def measured(*, quick: bool) -> Iterator[Line]:
     """Every case with what its line says besides, and its times, one problem after the other."""
     repetitions = 7 if quick else 20
-    lengths = drawn_lengths("uniform", 128, 100, 1948)
+    forms = list(FORMS)[: 2 if quick else 3]
+    lengths, dense = drawn_lengths("uniform", 128, 100, 1948), [4096] * 16
     for width in (128,) if quick else (64, 128):
         problem = Problem("jagged", lengths, lengths, HEADS, width)
-        for form in FORMS:
-            cases = list(fronts(problem, form))
+        for form in forms:
+            cases = list(fronts(problem, form, quick=quick))
             for case, times in zip(cases, timed(cases, repetitions), strict=True):
                 yield case, {"head_dim": width, "tokens": sum(lengths)}, statistics.median(times)
+    for problem in (
+        Problem("jagged", lengths, lengths, HEADS, 128),
+        Problem("dense", dense, dense, 2 * HEADS, 128),
+    ):
+        for form in forms[:1] if quick else forms[:2]:
+            yield from measured_whole(problem, form, repetitions)
 
 
-def tuned() -> Iterator[tuple[Case, dict[str, Any], float]]:
+def measured_whole(problem: Problem, form: str, repetitions: int) -> Iterator[Line]:
+    """All ways through one problem."""
+    cases = whole(problem, form)
+    medians = [statistics.median(times) for times in timed(cases, repetitions)]
+    tokens, model = sum(problem.queries), problem.heads * problem.width
+    flops = 6.0 * tokens * model * model + problem.flops("forward")
+    facts = {"problem": problem.name, "head_dim": problem.width, "tokens": tokens}
+    for case, median in zip(cases, medians, strict=True):
+        speeds = {
+            "tflops": round(flops / median / 1e9, 1),
+            "times_faster": round(median / medians[0], 3),
+        }
+        yield case, facts | speeds, median
+
+
+def tuned() -> Iterator[Line]:
     """The same of candidate shapes; each is run alone, because shapes are those of a module."""
     for problem in problems(quick=True):
         if problem.bound == "memory":
@@ -138,7 +271,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="head dim 128, 7 repetitions")
+    parser.add_argument("--quick", action="store_true", help="fewer forms, 7 repetitions")
     parser.add_argument("--tune", action="store_true", help="time candidate shapes instead")
     parser.add_argument("--out", type=Path, help="file for the JSON lines; else they are printed")
     arguments = parser.parse_args()
@@ -153,8 +286,9 @@ def main() -> None:
             "backend": case.backend,
             **more,
             "ms": round(median, 5),
-            "of_copy": round(case.bytes / median / speed, 3),
         }
+        if case.bytes:
+            line["of_copy"] = round(case.bytes / median / speed, 3)
         text = json.dumps(line | facts)
         if arguments.out is not None:
             with arguments.out.open("a", encoding="utf-8") as file:

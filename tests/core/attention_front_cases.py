@@ -129,6 +129,31 @@ def assert_codes_are_the_reference(tensors: Tensors, rotary: Rotary | None, *, n
                     assert float(scales[head, place]) == 2.0 ** max(biased - 127, -40)
 
 
+def assert_what_is_not_finite_stays_in_its_sequence(tensors: Tensors, rotary: Rotary) -> None:
+    """Of two sequences of one tile each: NaN in the second gives it scales of NaN, codes of 0."""
+    from lowprec.backends.triton_kernels import attention_project_ops
+
+    q, k, v, _, cu, _ = tensors
+    end, last = int(cu[1]), int(cu[2])
+    front, weights = Front(1e-6, rotary), weights_of(q.shape[2], str(q.device))
+
+    def encoded() -> Any:
+        one = given(tensors, cases.NATIVE)
+        return attention_project_ops.encoded(one, front, weights, "rceil")
+
+    whole = encoded()
+    for t in (q, k, v):
+        t[end:] = torch.nan
+    spoiled = encoded()
+    for before, after in zip(whole[:2], spoiled[:2], strict=True):
+        assert torch.equal(before[:end], after[:end])
+        assert (after[end:last] == 0).all()
+    assert torch.equal(whole.v[:, 0], spoiled.v[:, 0])
+    for before, after in zip(whole[3:6], spoiled[3:6], strict=True):
+        assert torch.equal(before[:, 0], after[:, 0])
+        assert after[:, 1].isnan().all()
+
+
 def assert_same_from_codes(tensors: Tensors, rotary: Rotary | None, mask: Mask) -> None:
     """Attention from codes that the projection left is the one that casts by itself, to the bit."""
     from lowprec.backends.triton_kernels import (

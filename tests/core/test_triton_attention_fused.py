@@ -116,25 +116,10 @@ def test_the_whole_op(policy: Any) -> None:
 
 
 @inside
-def test_fronts_do_not_depend_on_neighbours() -> None:
-    from lowprec.attention_front import Front
-    from lowprec.backends.triton_kernels import attention_project_ops
-
+@pytest.mark.parametrize("form", ["neighbours", pytest.param("halves", marks=SLOW)])
+def test_fronts_do_not_depend_on_other_sequences(form: str) -> None:
     tensors = drawn([40, 33], [40, 33], (1, 1))
-    front, weights = Front(1e-6, fronts.ROTARY["halves"]), fronts.weights_of(32, "cpu")
-    one = fronts.given(tensors, cases.NATIVE)
-    whole = attention_project_ops.encoded(one, front, weights, "rceil")
-    for t in tensors[:3]:
-        t[40:] = torch.nan
-    spoiled = attention_project_ops.encoded(
-        fronts.given(tensors, cases.NATIVE), front, weights, "rceil"
-    )
-    assert torch.equal(whole.q[:40], spoiled.q[:40])
-    assert torch.equal(whole.k[:40], spoiled.k[:40])
-    assert torch.equal(whole.v[:, 0], spoiled.v[:, 0])
-    for before, after in zip(whole[3:6], spoiled[3:6], strict=True):
-        assert torch.equal(before[:, 0], after[:, 0])
-        assert after[:, 1].isnan().all()
+    fronts.assert_what_is_not_finite_stays_in_its_sequence(tensors, fronts.ROTARY[form])
 
 
 @inside

@@ -72,13 +72,19 @@ def test_norms_are_those_of_the_law(form: str | None, width: int) -> None:
 
 @pytest.mark.parametrize("width", [48, 64, 96, 128])
 @pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("form", [None, "halves", "neighbours", "some"])
+@pytest.mark.parametrize("form", [None, *fronts.ROTARY])
 def test_codes_are_those_of_the_reference(form: str | None, norm: bool, width: int) -> None:
     rotary = None if form is None else fronts.ROTARY[form]
     tensors = drawn(QUERIES, KEYS, (5, 3), width)
     tensors[0][32:160, 0] = 0
     tensors[2][20:23] *= 2.0**30
     fronts.assert_codes_are_the_reference(tensors, rotary, norm=norm)
+
+
+@pytest.mark.parametrize("form", ["halves", "neighbours"])
+def test_fronts_do_not_depend_on_other_sequences(form: str) -> None:
+    tensors = drawn([100, 33], [100, 33], (2, 2), 64)
+    fronts.assert_what_is_not_finite_stays_in_its_sequence(tensors, fronts.ROTARY[form])
 
 
 @pytest.mark.parametrize("width", [48, 64, 128])

@@ -17,18 +17,72 @@ from lowprec.backends.triton_kernels.attention_rotary import (
     load_pairs,
     pair_columns,
     reciprocal_root,
-    store_codes,
     store_pairs,
     turned,
     wave_tile,
     weights_of,
 )
-from lowprec.backends.triton_kernels.codec import amax_bits, round_through
+from lowprec.backends.triton_kernels.codec import amax_bits, encode_multiplier, round_through
 
 
 @triton.jit
 def _amax(values, INTEGER: tl.constexpr):
     return tl.max(amax_bits(values, 1, INTEGER), 0)
+
+
+@triton.jit
+def _pair_codes(a, b, biased, INTEGER: tl.constexpr):
+    """Codes of pairs under their tile's scale as encode_scaled gives them, in words (int16).
+
+    The conversion makes the word. Words joined from single codes are wrong on a GPU: ptxas of CUDA
+    12.8 and 12.9 compiles {w, w >> 8}, w just converted, so that w is read before it is written.
+    """
+    if INTEGER:
+        low, high = encode_scaled(a, biased, INTEGER), encode_scaled(b, biased, INTEGER)
+        word = low.to(tl.int16) | (high.to(tl.int16) << 8)
+    else:
+        multiplier = encode_multiplier(biased)
+        word = tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;",
+            "=h,r,r",
+            [a * multiplier, b * multiplier],
+            tl.int16,
+            True,
+            1,
+        )
+        word = tl.where(biased == 255, 0, word)
+    return word
+
+
+@triton.jit
+def _store_codes(
+    to,
+    row,
+    have,
+    stride,
+    a,
+    b,
+    biased,
+    HALF: tl.constexpr,
+    PAIRS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    FILLED: tl.constexpr,
+    INTEGER: tl.constexpr,
+):
+    """Store codes (uint8) of pairs where load_pairs reads those, zeros up to FILLED channels."""
+    first, second, paired = pair_columns(HALF, PAIRS, TOGETHER, a.shape[1])
+    line = row[:, None] * stride
+    if TOGETHER:
+        # All FILLED / 2 of them: codes of pairs that are not there are zeros.
+        word = _pair_codes(a, b, biased, INTEGER)
+        tl.store(to + (line + tl.arange(0, a.shape[1])[None, :]), word, mask=have)
+    else:
+        inside = have & paired[None, :]
+        tl.store(to + (line + first[None, :]), encode_scaled(a, biased, INTEGER), mask=inside)
+        tl.store(to + (line + second[None, :]), encode_scaled(b, biased, INTEGER), mask=inside)
+        if FILLED > 2 * PAIRS:
+            column = tl.arange(0, FILLED)[None, :]
+            tl.store(to + (line + column), 0, mask=have & (column >= 2 * PAIRS))
 
 
 @triton.jit(do_not_specialize=["batch", "tiles"])
@@ -104,9 +158,11 @@ def project(
             b = round_through(b, "bfloat16", INTEGER)
             bits = tl.maximum(_amax(a, INTEGER), _amax(b, INTEGER))
             biased, scale = tile_scale(bits, RULE)
-            a, b = encode_scaled(a, biased, INTEGER), encode_scaled(b, biased, INTEGER)
             to = codes + (token * heads + head) * (D // UNIT)
-            store_codes(to, row, have, heads * (D // UNIT), a, b, HALF, PAIRS, TOGETHER, D)
+            _store_codes(
+                to, row, have, heads * (D // UNIT), a, b, biased,
+                HALF, PAIRS, TOGETHER, D, INTEGER,
+            )  # fmt: skip
             place = head.to(tl.int64) * tiles + first_tile(cu, sequence, TILE) + tile
             tl.store(scales + place, scale, mask=head < heads)
 

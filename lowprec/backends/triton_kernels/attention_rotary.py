@@ -141,35 +141,6 @@ def store_pairs(
 
 
 @triton.jit
-def store_codes(
-    to,
-    row,
-    have,
-    stride,
-    a,
-    b,
-    HALF: tl.constexpr,
-    PAIRS: tl.constexpr,
-    TOGETHER: tl.constexpr,
-    FILLED: tl.constexpr,
-):
-    """Store codes (uint8) of pairs likewise, and zeros up to FILLED channels."""
-    first, second, paired = pair_columns(HALF, PAIRS, TOGETHER, a.shape[1])
-    line = row[:, None] * stride
-    if TOGETHER:
-        # All FILLED / 2 of them: codes of pairs that are not there are zeros.
-        word = a.to(tl.int16) | (b.to(tl.int16) << 8)
-        tl.store(to + (line + tl.arange(0, a.shape[1])[None, :]), word, mask=have)
-    else:
-        inside = have & paired[None, :]
-        tl.store(to + (line + first[None, :]), a, mask=inside)
-        tl.store(to + (line + second[None, :]), b, mask=inside)
-        if FILLED > 2 * PAIRS:
-            column = tl.arange(0, FILLED)[None, :]
-            tl.store(to + (line + column), 0, mask=have & (column >= 2 * PAIRS))
-
-
-@triton.jit
 def reciprocal_root(a, b, eps, WIDTH: tl.constexpr):
     """1 / sqrt(mean(x^2) + eps) of each row [rows, 1]."""
     squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
