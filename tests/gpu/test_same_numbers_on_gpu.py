@@ -80,7 +80,9 @@ def test_products_stay_within_twice_the_references_error(name: str) -> None:
         assert error <= 2 * (reference - exact).norm() + 1e-30, (m, k)
 
 
-@pytest.mark.parametrize("recipe", [name for name in shipped_recipes() if name != "nvfp4"])
+@pytest.mark.parametrize(
+    "recipe", [n for n in shipped_recipes() if n != "nvfp4" and "attention" not in n]
+)
 def test_a_training_step_agrees_with_the_cpu(recipe: str) -> None:
     gradients = []
     for device in ("cpu", "cuda"):
@@ -106,8 +108,9 @@ def test_the_machine_is_known_and_the_plan_says_what_is_native() -> None:
     major = hardware.capability[0]
     where = {"mxfp8": {10}, "mxfp8-portable": {9, 10}, "mxfp4-backward": set[int]()}
     for recipe, native in where.items():
-        plan = lowprec.plan(nn.Linear(64, 64), lowprec.load_recipe(recipe))
-        assert plan.layers[0].backends["dgrad"].native is (major in native)
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in "abc"))
+        plan = lowprec.plan(model, lowprec.load_recipe(recipe))
+        assert plan.layers[1].backends["dgrad"].native is (major in native)
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
