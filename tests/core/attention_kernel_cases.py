@@ -176,6 +176,34 @@ def assert_rounds_as_the_reference(tensors: Tensors) -> None:
         torch.testing.assert_close(got, rounded(x, ends), rtol=0, atol=0, equal_nan=True)
 
 
+def assert_codes_stand_for_what_is_read(tensors: Tensors) -> None:
+    """Codes of q and k times the scale of their tile, to the bit; they are finite where it is NaN.
+
+    Tiles of 128 tokens start with their sequence.
+    """
+    from lowprec.backends.triton_kernels import attention_ops, attention_round_ops
+
+    q, k, v, _, cu_q, cu_k = tensors
+    call = AttentionCall("softmax", Mask(), 0.2)
+    one = attention_ops.given((q, k, v), (cu_q, cu_k), None, call, ROUNDED)
+    found = attention_round_ops.rounded(one, codes=True)
+    codes = found.of_s
+    for values, code, scales, cu in (
+        (found.q, codes.q, codes.scales_q, cu_q),
+        (found.k, codes.k, codes.scales_k, cu_k),
+    ):
+        assert code.is_contiguous()
+        assert code.float().isfinite().all()
+        ends = cu.tolist()
+        assert scales.shape == (values.shape[1], ends[-1] // 128 + len(ends) - 1)
+        for b, (begin, end) in enumerate(itertools.pairwise(ends)):
+            token = torch.arange(end - begin, device=cu.device)
+            of_token = scales[:, begin // 128 + b + token // 128].T.unsqueeze(2)
+            want = code[begin:end].float() * of_token
+            got = values[begin:end].float()
+            torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
 def assert_reads_what_was_read(tensors: Tensors, call: AttentionCall) -> None:
     """Gradients are those of the bf16 kernels, of q, k and v after their casts, to the bit."""
     from lowprec.backends.triton_kernels import attention_ops

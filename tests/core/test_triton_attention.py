@@ -319,6 +319,17 @@ def test_eight_bits_with_scales_far_apart() -> None:
 
 @inside
 @pytest.mark.parametrize("width", [48, pytest.param(128, marks=pytest.mark.slow)])
+def test_codes_stand_for_what_the_other_products_read(width: int) -> None:
+    tensors = drawn([3, 0, 130, 5], [140, 2, 131, 6], (2, 1), width)
+    tensors[0][:, 1] *= 2.0**9
+    tensors[1][:130] *= 2.0**20
+    tensors[1][-1, 0, 3] = torch.inf
+    views = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in tensors[:4]]
+    cases.assert_codes_stand_for_what_is_read([*views, *tensors[4:]])
+
+
+@inside
+@pytest.mark.parametrize("width", [48, pytest.param(128, marks=pytest.mark.slow)])
 def test_a_bf16_backward_pass_reads_what_the_forward_pass_read(width: int) -> None:
     """Sequences of several tiles and of none; magnitudes far apart, zeros, NaN, Inf; views."""
     tensors = drawn([3, 0, 130, 5], [140, 2, 131, 6], (2, 1), width)

@@ -15,7 +15,7 @@ import torch
 
 from lowprec.attention_call import AttentionCall, Mask
 from lowprec.attention_policy import ATTENTION_BF16
-from tests.core.attention_kernel_cases import NATIVE
+from tests.core.attention_kernel_cases import ROUNDED
 from tests.core.test_triton_attention_codegen import complaints
 from tests.core.test_triton_codegen import Recorder, disassembled
 
@@ -24,8 +24,11 @@ pytestmark = pytest.mark.skipif(
     reason="needs Triton's compiler",
 )
 SLOW = pytest.mark.slow
+PRODUCTS = ("HGMMA", "QGMMA")
 # Bytes a thread that wait on the stack between tiles, outside of the loops over keys or queries.
 STACK = {"attend_stream": 32, "keys_stream": 64, "queries_stream": 24}
+SHARED = 227 * 1024
+"""Bytes of shared memory that a program of sm90 may have."""
 
 
 @pytest.fixture
@@ -34,6 +37,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Recorder]:
     from lowprec.backends.triton_kernels import (
         attention_fp8,
         attention_gradients,
+        attention_round,
         attention_schedule,
         attention_stream,
         attention_stream_gradients,
@@ -45,6 +49,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Recorder]:
     for module, name in (
         (attention_fp8, "encode_pair"),
         (attention_gradients, "prepare_tiles"),
+        (attention_round, "round_pair"),
         (attention_schedule, "fill_schedule"),
         (attention_stream, "attend_stream"),
         (attention_stream_gradients, "keys_stream"),
@@ -57,20 +62,21 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Recorder]:
 
 def launched(width: int, mask: str, activation: Any, *, eight: bool) -> None:
     """Forward, and backward where there is one, of eight sequences with two heads to a key head."""
-    from lowprec.backends.triton_kernels import attention_stream_ops
+    from lowprec.backends.triton_kernels import attention_round_ops, attention_stream_ops
     from lowprec.backends.triton_kernels.attention_native import Native8
     from lowprec.backends.triton_kernels.attention_ops import Given
 
     q = torch.empty(4096, 8, width, dtype=torch.bfloat16)
     k, cu = q[:, :4].contiguous(), torch.empty(9, dtype=torch.int32)
-    native = Native8.of(NATIVE if eight else ATTENTION_BF16)
+    native = Native8.of(ROUNDED if eight else ATTENTION_BF16)
     call = AttentionCall(activation, Mask(mask), 0.125)  # type: ignore[arg-type]
     one = Given(q, k, k, cu, cu.clone(), None, call, native)
     o, lse = torch.empty_like(q), torch.empty(8, 4096)
     attention_stream_ops.forward(one, native, o, lse)
-    if not eight:
+    if activation == "softmax":
+        read = attention_round_ops.rounded(one, codes=True) if eight else one
         grads = [torch.empty_like(t) for t in (q, k, k)]
-        attention_stream_ops.backward(one, torch.empty_like(q), o, lse, grads)
+        attention_stream_ops.backward(read, torch.empty_like(q), o, lse, grads)
 
 
 def held(kernel: Recorder, name: str, folder: Path) -> Any:
@@ -79,6 +85,7 @@ def held(kernel: Recorder, name: str, folder: Path) -> Any:
     counted, resources = disassembled(compiled, folder)
     assert resources["LOCAL"] == 0
     assert resources["STACK"] <= STACK.get(name, 0)
+    assert compiled.metadata.shared <= SHARED
     assert complaints(compiled.asm["ptx"], folder) == []
     return counted
 
@@ -117,16 +124,34 @@ def test_forward(
 
 @pytest.mark.parametrize("name", ["keys_stream", "queries_stream"])
 @pytest.mark.parametrize(
-    ("width", "mask"),
+    ("width", "mask", "eight"),
     [
-        pytest.param(128, "causal"),
-        *[pytest.param(*one, marks=SLOW) for one in ((128, "none"), (64, "none"), (64, "causal"))],
+        pytest.param(width, mask, eight, marks=[] if (width, mask) == (128, quick) else SLOW)
+        for eight, quick in ((False, "causal"), (True, "none"))
+        for width in (64, 128)
+        for mask in ("none", "causal")
     ],
 )
 def test_backward(
-    kernels: dict[str, Recorder], tmp_path: Path, width: int, mask: str, name: str
+    kernels: dict[str, Recorder], tmp_path: Path, width: int, mask: str, eight: bool, name: str
 ) -> None:
-    launched(width, mask, "softmax", eight=False)
-    counted = held(kernels[name], name, tmp_path)
-    assert any("HGMMA" in one for one in counted)
-    assert not any(one.startswith(("RED", "ATOM")) for one in counted)
+    """S of codes is a product of half the instructions, and costs each step one multiplication."""
+    launched(width, mask, "softmax", eight=eight)
+    found = held(kernels[name], name, tmp_path)
+    products = {kind: sum(n for one, n in found.items() if kind in one) for kind in PRODUCTS}
+    # Of both groups of warps; 16 columns of a bf16 operand are one instruction.
+    of_s = 2 * width // 16
+    sums = 4 * 64 // 16 if name == "keys_stream" else 2 * 128 // 16
+    assert products["HGMMA"] == sums + of_s * (1 if eight else 2)
+    assert products["QGMMA"] == (of_s // 2 if eight else 0)
+    # Scores and slopes are operands in the threads that computed them.
+    assert not any(one.startswith(("RED", "ATOM", "SHFL")) for one in found)
+
+
+def test_codes_are_written_beside_what_they_stand_for(
+    kernels: dict[str, Recorder], tmp_path: Path
+) -> None:
+    launched(128, "none", "softmax", eight=True)
+    found = held(kernels["round_pair"], "round_pair", tmp_path)
+    # 2 bytes in, 3 out of each element of keys: time for some 20 instructions.
+    assert sum(found.values()) * 32 * 4 <= 20 * 2 * 128 * 128

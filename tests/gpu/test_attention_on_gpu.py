@@ -20,6 +20,7 @@ pytestmark = [
 ]
 SHORT = [0, 1, 31, 33, 64, 0, 100]
 LENGTHS = [*SHORT, 1000, 129, 127, 128, 257]
+RAGGED = [1, 63, 64, 65, 127, 128, 129, 300, 1000]
 MASKS = {
     "none": Mask(),
     "causal": Mask("causal"),
@@ -220,25 +221,96 @@ def test_operands_of_a_bf16_backward_pass_are_rounded_as_the_reference_does(widt
     tensors[2][230:500] = 0
     tensors[2][-1] = torch.nan
     tensors[1][-300, 0, 3] = torch.inf
-    cases.assert_rounds_as_the_reference(tensors)
     views = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in tensors[:4]]
     ends = cu(LENGTHS)
-    cases.assert_rounds_as_the_reference([*views, ends, ends])
+    for some in (tensors, [*views, ends, ends]):
+        cases.assert_rounds_as_the_reference(some)
+        cases.assert_codes_stand_for_what_is_read(some)
+
+
+def without_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """S of the backward pass is a product of what the codes stand for, in bf16."""
+    from lowprec.backends.triton_kernels import attention_round_ops
+
+    rounded = attention_round_ops.rounded
+    monkeypatch.setattr(attention_round_ops, "rounded", lambda one, *, codes: rounded(one))
 
 
 @pytest.mark.parametrize("width", [48, 64, 128])
 @pytest.mark.parametrize("mask", ["none", "causal", "window", "blocks"])
 @pytest.mark.parametrize("heads", [(4, 2), (2, 2)])
 def test_a_bf16_backward_pass_reads_what_the_forward_pass_read(
-    heads: tuple[int, int], mask: str, width: int
+    heads: tuple[int, int], mask: str, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the kernels that stream, that hold tiles, and that take blocks in one pass."""
+    """By the kernels that stream, that hold tiles, and that take blocks in one pass; S is BF16."""
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs sm90")
+    without_codes(monkeypatch)
     tensors = drawn(LENGTHS, LENGTHS, heads, width)
     tensors[5] = tensors[4]
     call = AttentionCall("softmax", MASKS[mask], width**-0.5)
     cases.assert_reads_what_was_read(tensors, call)
+
+
+def drawn_by_tiles(heads: tuple[int, int], width: int) -> list[torch.Tensor]:
+    """RAGGED between two more; scales of q and k differ by tile and by head."""
+    lengths = [70, *RAGGED, 130]
+    tensors = drawn(lengths, lengths, heads, width)
+    for t in tensors[:2]:
+        tile = torch.arange(t.shape[0], device="cuda").unsqueeze(1) // 64
+        head = torch.arange(t.shape[1], device="cuda")
+        t *= torch.exp2(-((tile + head) % 3)).unsqueeze(2)
+    return tensors
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (2, 2)])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("mask", ["none", "causal"])
+def test_s_of_codes_in_a_bf16_backward_pass(
+    mask: str, width: int, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the reference; next to S of what the codes stand for, but by other bits: codes are read.
+
+    The sums of an 8-bit product have 13 bits below their largest term.
+    """
+    from lowprec.backends.triton_kernels import attention_ops
+
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs sm90")
+    call = AttentionCall("softmax", MASKS[mask], width**-0.5)
+    plain = drawn(RAGGED, RAGGED, heads, width)
+    cases.assert_as_the_reference(plain, call, cases.ROUNDED, close=4e-2)
+    tensors = drawn_by_tiles(heads, width)
+    got = cases.run(attention_ops, tensors, call, policy=cases.ROUNDED)
+    without_codes(monkeypatch)
+    want = cases.run(attention_ops, tensors, call, policy=cases.ROUNDED)
+    for name in ("dq", "dk", "dv"):
+        assert error(got[name], want[name]) <= 1e-2, name
+        assert not torch.equal(got[name], want[name]), name
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("mask", ["none", "causal"])
+def test_s_of_codes_reads_nothing_of_neighbours(mask: str, width: int) -> None:
+    """NaN and Inf of the sequences around, and of the memory around all, change no bit."""
+    from lowprec.backends.triton_kernels import attention_ops
+
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs sm90")
+    call = AttentionCall("softmax", MASKS[mask], width**-0.5)
+    tensors = drawn_by_tiles((4, 2), width)
+    inside = slice(70, 70 + sum(RAGGED))
+    want = cases.run(attention_ops, tensors, call, policy=cases.ROUNDED)
+    around = []
+    for t in tensors[:4]:
+        room = torch.full((t.shape[0] + 256, *t.shape[1:]), torch.nan, device="cuda").bfloat16()
+        room[128:198] = torch.inf
+        room[198 : 198 + sum(RAGGED)] = t[inside]
+        around.append(room[128:-128])
+    got = cases.run(attention_ops, [*around, *tensors[4:]], call, policy=cases.ROUNDED)
+    for name in ("o", "dq", "dk", "dv"):
+        assert want[name].isfinite().all(), name
+        assert torch.equal(got[name][inside], want[name][inside]), name
 
 
 def test_a_bf16_backward_pass_streams_and_waits_for_nothing() -> None:

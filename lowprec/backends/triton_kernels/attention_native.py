@@ -42,8 +42,9 @@ def refuse_native(
 class Native8(NamedTuple):
     """How a policy is quantized: one scale rule, the factor of P, what the backward pass reads.
 
-    dp: dP is a product of codes, as S is. rounded: every product of the backward pass is BF16, of
-    q, k and v as the forward pass read them; else S is one of codes, and dQ and dK read k and q.
+    dp: dP is a product of codes, as S is. rounded: every product of the backward pass but S is
+    BF16, of q, k and v as the forward pass read them, and so is S but in the kernels that stream;
+    else S is one of codes, and dQ and dK read k and q.
     """
 
     rule: str

@@ -95,7 +95,10 @@ _INTERPRETED: Final = Shape(32, 32, 1, 1)
 
 
 class Given(NamedTuple):
-    """A call with its tensors; q, k, v lined up as the kernels read them."""
+    """A call with its tensors; q, k, v lined up as the kernels read them.
+
+    of_s: q and k once more, as codes, where S alone is a product of these.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
@@ -105,6 +108,7 @@ class Given(NamedTuple):
     bias: torch.Tensor | None
     call: AttentionCall
     native: Native8 | None = None
+    of_s: attention_round_ops.Operands8 | None = None
 
     @property
     def tokens(self) -> int:
@@ -331,7 +335,8 @@ def attention_backward(
     """dq, dk, dv and dbias; see lowprec.attention_call."""
     one = given((q, k, v), (cu_q, cu_k), bias, call, policy)
     if one.native and one.native.rounded:
-        one = attention_round_ops.rounded(one)
+        streams = attention_stream_ops.takes_backward(one._replace(native=None))
+        one = attention_round_ops.rounded(one, codes=streams)
     do = lined(do)
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     if q.numel() and attention_block_ops.takes_backward(one):

@@ -1,10 +1,15 @@
 # mypy: ignore-errors
 # Bodies of @gluon.jit functions are Triton's language, not typed Python.
-"""Backward attention on Hopper's asynchronous products, in Gluon; bf16 operands.
+"""Backward attention on Hopper's asynchronous products, in Gluon; bf16 operands, S also of E4M3.
 
 As in attention_gradients one kernel keeps a tile of 128 keys and sees queries go by, the other
 keeps 128 queries and sees keys go by, so that every sum has one order. As in attention_stream one
 warp copies, and two groups of four warps take 64 rows each.
+
+With codes of the operands of S, in E4M3 with one scale for each 128 tokens of a head, as
+attention_round writes them in the places of their values, S is a product of these. Of its own side
+of S, which no other product reads, a kernel holds codes alone; of the other side it copies both.
+Codes of the next sequence are finite: p hides them, where values have to be made zero.
 """
 
 from triton.experimental import gluon
@@ -61,11 +66,40 @@ def _store(to, stride, first, rows, values, D: gl.constexpr):
 
 
 @gluon.jit
-def _fetch(one, two, columns, row, full, places, number):
-    """Copy a tile of each of two tensors, announced to the barrier `full`."""
-    mbarrier.expect(full, one.block_type.nbytes + two.block_type.nbytes)
+def _fetch(sources, columns, row, full, places, number):
+    """Copy a tile of each of two tensors, and the codes of the first where they are."""
+    one, two, codes = sources
+    if codes is not None:
+        tma.async_copy_global_to_shared(codes, [row, columns[0]], full, places[2].index(number))
     tma.async_copy_global_to_shared(one, [row, columns[0]], full, places[0].index(number))
     tma.async_copy_global_to_shared(two, [row, columns[1]], full, places[1].index(number))
+
+
+@gluon.jit
+def _expect(full, sources, TILES: gl.constexpr):
+    """Announce what TILES calls of `_fetch` copy to the barrier `full`."""
+    one, two, codes = sources
+    BYTES: gl.constexpr = TILES * (one.block_type.nbytes + two.block_type.nbytes)
+    if codes is None:
+        mbarrier.expect(full, BYTES)
+    else:
+        mbarrier.expect(full, BYTES + TILES * codes.block_type.nbytes)
+
+
+@gluon.jit
+def _after(slot, phase, STAGES: gl.constexpr):
+    """The next slot of a ring, and its phase."""
+    slot += 1
+    if slot == STAGES:
+        slot = 0
+        phase ^= 1
+    return slot, phase
+
+
+@gluon.jit
+def _scales_of(scales, tiles, head, first, sequence):
+    """Where the scales of a head of a sequence start."""
+    return scales + head * tiles + first // (2 * ROWS) + sequence
 
 
 @gluon.jit
@@ -92,8 +126,8 @@ def _copy_queries(
 ):
     """The copying warp of keys_stream: one tile of keys and values, then all queries and dO."""
     BOTH: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
-    q, k, v, do = sources
-    q_at, k_at, v_at, do_at, rows_at = buffers
+    kept, passing = sources
+    q_at, k_at, v_at, do_at, codes_at, rows_at = buffers
     kept_full, kept_empty, full, empty = barriers
     values, tiles = rows_of
     batch, shared_heads, group = sizes
@@ -107,15 +141,11 @@ def _copy_queries(
         sequence, shared, tile, first_k, keys, first_q, queries = coming
         coming = _place(item + step, total, lists, cu_k, cu_q, shared_heads)
         mbarrier.wait(kept_empty.index(0), (turn & 1) ^ 1)
-        mbarrier.expect(kept_full.index(0), 2 * (k.block_type.nbytes + v.block_type.nbytes))
+        _expect(kept_full.index(0), kept, 2)
         for half in gl.static_range(2):
             row = first_k + tile * TILE_K + half * ROWS
-            tma.async_copy_global_to_shared(
-                k, [row, shared * k_head], kept_full.index(0), k_at.index(half)
-            )
-            tma.async_copy_global_to_shared(
-                v, [row, shared * v_head], kept_full.index(0), v_at.index(half)
-            )
+            columns_here = (shared * k_head, shared * v_head)
+            _fetch(kept, columns_here, row, kept_full.index(0), (k_at, v_at), half)
         turn += 1  # noqa: SIM113 (Triton has no enumerate)
         start = _first_query(tile * TILE_K, keys, queries, CAUSAL)
         steps = gl.cdiv(queries, STEP_Q) - start
@@ -129,11 +159,10 @@ def _copy_queries(
                 rows_at.index(slot), values + at + gl.arange(0, 2 * STEP_Q, BOTH)
             )
             async_copy.mbarrier_arrive(full.index(slot))
-            _fetch(q, do, columns_here, first_q + m * STEP_Q, full.index(slot), (q_at, do_at), slot)
-            slot += 1
-            if slot == STAGES:
-                slot = 0
-                phase ^= 1
+            _expect(full.index(slot), passing, 1)
+            row, places = first_q + m * STEP_Q, (q_at, do_at, codes_at)
+            _fetch(passing, columns_here, row, full.index(slot), places, slot)
+            slot, phase = _after(slot, phase, STAGES)
 
 
 @gluon.jit
@@ -143,7 +172,7 @@ def _keys(
     outputs,
     lists,
     sizes,
-    scale,
+    scales,
     HALF: gl.constexpr,
     CAUSAL: gl.constexpr,
     TILE_K: gl.constexpr,
@@ -151,24 +180,30 @@ def _keys(
     STAGES: gl.constexpr,
 ):
     """A group of four warps: keys HALF * 64 .. HALF * 64 + 63 of each tile."""
+    EIGHT: gl.constexpr = buffers[4] is not None
     OF_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP_Q, 16])
+    INNER: gl.constexpr = 32 if EIGHT else 16
+    OF_QK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP_Q, INNER])
     OF_D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     OF_P: gl.constexpr = gl.DotOperandLayout(0, OF_D, 2)
-    q_at, k_at, v_at, do_at, rows_at = buffers
+    q_at, k_at, v_at, do_at, codes_at, rows_at = buffers
+    queries_at = codes_at if EIGHT else q_at
     kept_full, kept_empty, full, empty = barriers
     dk, dv = outputs
+    scale, scales_q, scales_k, q_tiles, k_tiles = scales
     batch, shared_heads, group = sizes
     starts, _owners, cu_q, cu_k = lists
     total = gl.load(starts + batch) * shared_heads
     of_row = gl.arange(0, STEP_Q, gl.SliceLayout(0, OF_S))
     own = gl.arange(0, ROWS, gl.SliceLayout(1, OF_S))
     zero = gl.zeros((ROWS, STEP_Q), gl.float32, OF_S)
+    zero_s = gl.convert_layout(zero, OF_QK, assert_trivial=True)
     unit = scale * LOG2E
     turn, slot, phase = 0, 0, 0
     step = gl.num_programs(0)
     coming = _place(gl.program_id(0), total, lists, cu_k, cu_q, shared_heads)
     for item in range(gl.program_id(0), total, step):
-        _sequence, shared, tile, first_k, keys, _first_q, queries = coming
+        sequence, shared, tile, first_k, keys, first_q, queries = coming
         coming = _place(item + step, total, lists, cu_k, cu_q, shared_heads)
         first = tile * TILE_K + HALF * ROWS
         acc_k = gl.zeros((ROWS, D), gl.float32, OF_D)
@@ -177,7 +212,12 @@ def _keys(
         steps = gl.cdiv(queries, STEP_Q) - start
         mbarrier.wait(kept_full.index(0), turn & 1)
         turn += 1  # noqa: SIM113 (Triton has no enumerate)
-        for _one in range(group):
+        key_unit = unit
+        if EIGHT:
+            key_unit *= gl.load(_scales_of(scales_k, k_tiles, shared, first_k, sequence) + tile)
+        for one in range(group):
+            if EIGHT:
+                at_q = _scales_of(scales_q, q_tiles, shared * group + one, first_q, sequence)
             if steps > 0 and queries % STEP_Q != 0:
                 # Rows of the next sequence: they may not even add 0 times Inf.
                 mbarrier.wait(full.index(slot), phase)
@@ -187,14 +227,17 @@ def _keys(
             for j in range(steps):
                 mbarrier.wait(full.index(slot), phase)
                 s = warpgroup_mma(
-                    k_at.index(HALF), q_at.index(slot).permute((1, 0)), zero,
+                    k_at.index(HALF), queries_at.index(slot).permute((1, 0)), zero_s,
                     use_acc=False, is_async=True,
                 )  # fmt: skip
                 dp = warpgroup_mma(
                     v_at.index(HALF), do_at.index(slot).permute((1, 0)), zero,
                     use_acc=False, is_async=True,
                 )  # fmt: skip
-                s = warpgroup_mma_wait(1, deps=[s])
+                step_unit = key_unit
+                if EIGHT:
+                    step_unit *= gl.load(at_q + (start + steps - 1 - j) * STEP_Q // (2 * ROWS))
+                s = gl.convert_layout(warpgroup_mma_wait(1, deps=[s]), OF_S, assert_trivial=True)
                 if CAUSAL:
                     rows = (start + steps - 1 - j) * STEP_Q + of_row
                     seen = gl.expand_dims(first + own, 1) <= gl.expand_dims(
@@ -202,7 +245,7 @@ def _keys(
                     )
                     s = gl.where(seen, s, float("-inf"))
                 power = rows_at.index(slot).slice(0, STEP_Q).load(gl.SliceLayout(0, OF_S))
-                p = exp2(s * unit - gl.expand_dims(power, 0))
+                p = exp2(s * step_unit - gl.expand_dims(power, 0))
                 left = gl.convert_layout(p.to(gl.bfloat16), OF_P)
                 later = warpgroup_mma(left, do_at.index(slot), acc_v, is_async=True)
                 dp = warpgroup_mma_wait(1, deps=[dp])
@@ -212,47 +255,25 @@ def _keys(
                 last = warpgroup_mma(left, q_at.index(slot), acc_k, is_async=True)
                 acc_v, acc_k = warpgroup_mma_wait(0, deps=[later, last])
                 mbarrier.arrive(empty.index(slot), count=1)
-                slot += 1
-                if slot == STAGES:
-                    slot = 0
-                    phase ^= 1
+                slot, phase = _after(slot, phase, STAGES)
         mbarrier.arrive(kept_empty.index(0), count=1)
         at = (first_k.to(gl.int64) * shared_heads + shared) * D
         _store(dv + at, shared_heads * D, first, keys, acc_v, D)
         _store(dk + at, shared_heads * D, first, keys, acc_k * scale, D)
 
 
-@gluon.jit(do_not_specialize=["batch", "tiles"])
+@gluon.jit(do_not_specialize=["batch", "tiles", "q_tiles", "k_tiles"])
 def keys_stream(
-    q,
-    k,
-    v,
-    do,
-    dk,
-    dv,
-    rows_of,
-    cu_q,
-    cu_k,
-    starts,
-    owners,
-    batch,
-    tiles,
-    shared_heads,
-    group,
-    q_head,
-    k_head,
-    v_head,
-    do_head,
-    scale,
-    CAUSAL: gl.constexpr,
-    TILE_K: gl.constexpr,
-    D: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+    q, k, v, do, codes, scales_q, scales_k, q_tiles, k_tiles,
+    dk, dv, rows_of, cu_q, cu_k, starts, owners,
+    batch, tiles, shared_heads, group, q_head, k_head, v_head, do_head, scale,
+    CAUSAL: gl.constexpr, TILE_K: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     """dk and dv [tokens, shared_heads, D] bf16 of tiles of 128 keys, over the heads of a group.
 
     q, k, v, do: descriptors of [tokens, columns] bf16; rows_of as prepare_tiles leaves it, `tiles`
-    a head.
+    a head. codes, or None: a descriptor of the codes of q; k is of codes then too, and scales are
+    float32 [heads, tiles].
     """
     q_at, do_at = ring(q, STAGES), ring(do, STAGES)
     k_at, v_at = ring(k, 2), ring(v, 2)
@@ -262,18 +283,22 @@ def keys_stream(
     kept_full, kept_empty = signals(1, 1), signals(1, 2)
     full, empty = signals(STAGES, 1), signals(STAGES, 2)
     fence_async_shared()
-    buffers, barriers = (q_at, k_at, v_at, do_at, rows_at), (kept_full, kept_empty, full, empty)
+    buffers = (q_at, k_at, v_at, do_at, codes, rows_at)
+    if codes is not None:
+        buffers = (q_at, k_at, v_at, do_at, ring(codes, STAGES), rows_at)
+    barriers = (kept_full, kept_empty, full, empty)
+    scales = (scale, scales_q, scales_k, q_tiles, k_tiles)
     lists, sizes = (starts, owners, cu_q, cu_k), (batch, shared_heads, group)
     outputs, rows = (dk, dv), (rows_of, tiles)
     columns = (q_head, k_head, v_head, do_head)
     gl.warp_specialize(
         [
-            (_keys, (buffers, barriers, outputs, lists, sizes, scale, 0, CAUSAL, TILE_K,
+            (_keys, (buffers, barriers, outputs, lists, sizes, scales, 0, CAUSAL, TILE_K,
                      D, STAGES)),
-            (_keys, (buffers, barriers, outputs, lists, sizes, scale, 1, CAUSAL, TILE_K,
+            (_keys, (buffers, barriers, outputs, lists, sizes, scales, 1, CAUSAL, TILE_K,
                      D, STAGES)),
-            (_copy_queries, ((q, k, v, do), buffers, barriers, rows, lists, sizes, columns, CAUSAL,
-                             TILE_K, STAGES)),
+            (_copy_queries, (((k, v, None), (q, do, codes)), buffers, barriers, rows, lists, sizes,
+                             columns, CAUSAL, TILE_K, STAGES)),
         ],
         [4, 1],
         [240, 24],
@@ -303,8 +328,8 @@ def _copy_keys(
     STAGES: gl.constexpr,
 ):
     """The copying warp of queries_stream: one tile of queries and dO, then all keys and values."""
-    q, k, v, do = sources
-    q_at, k_at, v_at, do_at = buffers
+    kept, passing = sources
+    q_at, k_at, v_at, do_at, codes_at = buffers
     kept_full, kept_empty, full, empty = barriers
     batch, heads, group = sizes
     q_head, k_head, v_head, do_head = columns
@@ -317,15 +342,11 @@ def _copy_keys(
         _sequence, head, tile, first_q, queries, first_k, keys = coming
         coming = _place(item + step, total, lists, cu_q, cu_k, heads)
         mbarrier.wait(kept_empty.index(0), (turn & 1) ^ 1)
-        mbarrier.expect(kept_full.index(0), 2 * (q.block_type.nbytes + do.block_type.nbytes))
+        _expect(kept_full.index(0), kept, 2)
         for half in gl.static_range(2):
             row = first_q + tile * (2 * ROWS) + half * ROWS
-            tma.async_copy_global_to_shared(
-                q, [row, head * q_head], kept_full.index(0), q_at.index(half)
-            )
-            tma.async_copy_global_to_shared(
-                do, [row, head * do_head], kept_full.index(0), do_at.index(half)
-            )
+            columns_here = (head * q_head, head * do_head)
+            _fetch(kept, columns_here, row, kept_full.index(0), (q_at, do_at), half)
         turn += 1  # noqa: SIM113 (Triton has no enumerate)
         steps = gl.cdiv(_last_key(tile * 2 * ROWS, keys, queries, CAUSAL, 2 * ROWS), STEP_K)
         shared = head // group
@@ -333,11 +354,10 @@ def _copy_keys(
             n = steps - 1 - j
             mbarrier.wait(empty.index(slot), phase ^ 1)
             columns_here = (shared * k_head, shared * v_head)
-            _fetch(k, v, columns_here, first_k + n * STEP_K, full.index(slot), (k_at, v_at), slot)
-            slot += 1
-            if slot == STAGES:
-                slot = 0
-                phase ^= 1
+            _expect(full.index(slot), passing, 1)
+            row, places = first_k + n * STEP_K, (k_at, v_at, codes_at)
+            _fetch(passing, columns_here, row, full.index(slot), places, slot)
+            slot, phase = _after(slot, phase, STAGES)
 
 
 @gluon.jit
@@ -348,7 +368,7 @@ def _queries(
     rows_of,
     lists,
     sizes,
-    scale,
+    scales,
     HALF: gl.constexpr,
     CAUSAL: gl.constexpr,
     STEP_K: gl.constexpr,
@@ -356,24 +376,30 @@ def _queries(
     STAGES: gl.constexpr,
 ):
     """A group of four warps: queries HALF * 64 .. HALF * 64 + 63 of each tile."""
+    EIGHT: gl.constexpr = buffers[4] is not None
     OF_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP_K, 16])
+    INNER: gl.constexpr = 32 if EIGHT else 16
+    OF_QK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP_K, INNER])
     OF_D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     OF_P: gl.constexpr = gl.DotOperandLayout(0, OF_D, 2)
-    q_at, k_at, v_at, do_at = buffers
+    q_at, k_at, v_at, do_at, codes_at = buffers
+    keys_at = codes_at if EIGHT else k_at
     kept_full, kept_empty, full, empty = barriers
     values, tiles = rows_of
-    batch, heads, _group = sizes
+    scale, scales_q, scales_k, q_tiles, k_tiles = scales
+    batch, heads, group = sizes
     starts, _owners, cu_q, cu_k = lists
     total = gl.load(starts + batch) * heads
     own = gl.arange(0, ROWS, gl.SliceLayout(1, OF_S))
     column = gl.arange(0, STEP_K, gl.SliceLayout(0, OF_S))
     zero = gl.zeros((ROWS, STEP_K), gl.float32, OF_S)
+    zero_s = gl.convert_layout(zero, OF_QK, assert_trivial=True)
     unit = scale * LOG2E
     turn, slot, phase = 0, 0, 0
     step = gl.num_programs(0)
     coming = _place(gl.program_id(0), total, lists, cu_q, cu_k, heads)
     for item in range(gl.program_id(0), total, step):
-        sequence, head, tile, first_q, queries, _first_k, keys = coming
+        sequence, head, tile, first_q, queries, first_k, keys = coming
         coming = _place(item + step, total, lists, cu_q, cu_k, heads)
         first = tile * (2 * ROWS) + HALF * ROWS
         rows = first + own
@@ -383,6 +409,10 @@ def _queries(
         acc = gl.zeros((ROWS, D), gl.float32, OF_D)
         high = _last_key(tile * 2 * ROWS, keys, queries, CAUSAL, 2 * ROWS)
         steps = gl.cdiv(high, STEP_K)
+        query_unit = unit
+        if EIGHT:
+            query_unit *= gl.load(_scales_of(scales_q, q_tiles, head, first_q, sequence) + tile)
+            at_k = _scales_of(scales_k, k_tiles, head // group, first_k, sequence)
         mbarrier.wait(kept_full.index(0), turn & 1)
         turn += 1  # noqa: SIM113 (Triton has no enumerate)
         if steps * STEP_K > keys:
@@ -395,78 +425,66 @@ def _queries(
             n = (steps - 1 - j) * STEP_K
             mbarrier.wait(full.index(slot), phase)
             s = warpgroup_mma(
-                q_at.index(HALF), k_at.index(slot).permute((1, 0)), zero,
+                q_at.index(HALF), keys_at.index(slot).permute((1, 0)), zero_s,
                 use_acc=False, is_async=True,
             )  # fmt: skip
             dp = warpgroup_mma(
                 do_at.index(HALF), v_at.index(slot).permute((1, 0)), zero,
                 use_acc=False, is_async=True,
             )  # fmt: skip
-            s = warpgroup_mma_wait(1, deps=[s])
+            step_unit = query_unit
+            if EIGHT:
+                step_unit *= gl.load(at_k + n // (2 * ROWS))
+            s = gl.convert_layout(warpgroup_mma_wait(1, deps=[s]), OF_S, assert_trivial=True)
             seen = gl.expand_dims(n + column, 0) < keys
             if CAUSAL:
                 seen &= gl.expand_dims(n + column, 0) <= gl.expand_dims(rows + (keys - queries), 1)
             s = gl.where(seen, s, float("-inf"))
-            p = exp2(s * unit - gl.expand_dims(power, 1))
+            p = exp2(s * step_unit - gl.expand_dims(power, 1))
             dp = warpgroup_mma_wait(0, deps=[dp])
             ds = p * (dp - gl.expand_dims(mean, 1))
             left = gl.convert_layout(ds.to(gl.bfloat16), OF_P)
             acc = warpgroup_mma(left, k_at.index(slot), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(empty.index(slot), count=1)
-            slot += 1
-            if slot == STAGES:
-                slot = 0
-                phase ^= 1
+            slot, phase = _after(slot, phase, STAGES)
         mbarrier.arrive(kept_empty.index(0), count=1)
         at = (first_q.to(gl.int64) * heads + head) * D
         _store(dq + at, heads * D, first, queries, acc * scale, D)
 
 
-@gluon.jit(do_not_specialize=["batch", "tiles"])
+@gluon.jit(do_not_specialize=["batch", "tiles", "q_tiles", "k_tiles"])
 def queries_stream(
-    q,
-    k,
-    v,
-    do,
-    dq,
-    rows_of,
-    cu_q,
-    cu_k,
-    starts,
-    owners,
-    batch,
-    tiles,
-    heads,
-    group,
-    q_head,
-    k_head,
-    v_head,
-    do_head,
-    scale,
-    CAUSAL: gl.constexpr,
-    STEP_K: gl.constexpr,
-    D: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """dq [tokens, heads, D] bf16 of tiles of 128 queries; arguments as of keys_stream."""
+    q, k, v, do, codes, scales_q, scales_k, q_tiles, k_tiles,
+    dq, rows_of, cu_q, cu_k, starts, owners,
+    batch, tiles, heads, group, q_head, k_head, v_head, do_head, scale,
+    CAUSAL: gl.constexpr, STEP_K: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """dq [tokens, heads, D] bf16 of tiles of 128 queries; arguments as of keys_stream.
+
+    codes are those of k, and q is of codes then too.
+    """
     q_at, do_at = ring(q, 2), ring(do, 2)
     k_at, v_at = ring(k, STAGES), ring(v, STAGES)
     kept_full, kept_empty = signals(1, 1), signals(1, 2)
     full, empty = signals(STAGES, 1), signals(STAGES, 2)
     fence_async_shared()
-    buffers, barriers = (q_at, k_at, v_at, do_at), (kept_full, kept_empty, full, empty)
+    buffers = (q_at, k_at, v_at, do_at, codes)
+    if codes is not None:
+        buffers = (q_at, k_at, v_at, do_at, ring(codes, STAGES))
+    barriers = (kept_full, kept_empty, full, empty)
+    scales = (scale, scales_q, scales_k, q_tiles, k_tiles)
     lists, sizes = (starts, owners, cu_q, cu_k), (batch, heads, group)
     columns = (q_head, k_head, v_head, do_head)
     rows = (rows_of, tiles)
     gl.warp_specialize(
         [
-            (_queries, (buffers, barriers, dq, rows, lists, sizes, scale, 0, CAUSAL, STEP_K, D,
+            (_queries, (buffers, barriers, dq, rows, lists, sizes, scales, 0, CAUSAL, STEP_K, D,
                         STAGES)),
-            (_queries, (buffers, barriers, dq, rows, lists, sizes, scale, 1, CAUSAL, STEP_K, D,
+            (_queries, (buffers, barriers, dq, rows, lists, sizes, scales, 1, CAUSAL, STEP_K, D,
                         STAGES)),
-            (_copy_keys, ((q, k, v, do), buffers, barriers, lists, sizes, columns, CAUSAL, STEP_K,
-                          STAGES)),
+            (_copy_keys, (((q, do, None), (k, v, codes)), buffers, barriers, lists, sizes, columns,
+                          CAUSAL, STEP_K, STAGES)),
         ],
         [4, 1],
         [240, 24],

@@ -173,18 +173,30 @@ def attend(
 def backward(
     one: Any, do: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, grads: list[torch.Tensor]
 ) -> None:
-    """Write dq, dk and dv of a call that `takes_backward` says yes to."""
+    """Write dq, dk and dv of a call that `takes_backward` says yes to.
+
+    S is a product of codes where the call has them (`of_s`): a kernel then holds its own side of S
+    as codes, and reads the other side as both.
+    """
     dq, dk, dv = grads
     heads, shared_heads, batch = one.q.shape[1], one.k.shape[1], one.cu_q.shape[0] - 1
     rows_of, tiles = _prepared(one, do, o, lse)
     ends = (one.cu_q, one.cu_k)
     programs = processors(one.q.device.index)
+    codes: Any = one.of_s
     q, k, v, dout = (_plain(t, ROWS) for t in (one.q, one.k, one.v, do))
+    scales, kept_q, kept_k, other = (None,) * 4, q, k, None
+    if codes:
+        extents = (codes.scales_q.shape[1], codes.scales_k.shape[1])
+        scales = (codes.scales_q, codes.scales_k, *extents)
+        kept_q, kept_k = _plain(codes.q, ROWS), _plain(codes.k, ROWS)
+        other = kept_q.descriptor
     columns = (q.head, k.head, v.head, dout.head)
     constants = {"CAUSAL": one.call.mask.kind == "causal", "D": one.width, "num_warps": 4}
     starts, owners = schedule(one.cu_k, one.cu_q, one.k.shape[0], TILE_K)
     attention_stream_gradients.keys_stream[(min(programs, owners.shape[0] * shared_heads),)](
-        *(q.descriptor, k.descriptor, v.descriptor, dout.descriptor, dk, dv, rows_of),
+        *(q.descriptor, kept_k.descriptor, v.descriptor, dout.descriptor, other, *scales),
+        *(dk, dv, rows_of),
         *(*ends, starts, owners, batch, tiles, shared_heads, heads // shared_heads),
         *(*columns, one.call.scale),
         TILE_K=TILE_K,
@@ -193,9 +205,11 @@ def backward(
     )
     step, stages = QUERIES[one.width]
     k, v = (_plain(t, step) for t in (one.k, one.v))
+    other = _plain(codes.k, step).descriptor if codes else None
     starts, owners = schedule(one.cu_q, one.cu_k, one.tokens, TILE_Q)
     attention_stream_gradients.queries_stream[(min(programs, owners.shape[0] * heads),)](
-        *(q.descriptor, k.descriptor, v.descriptor, dout.descriptor, dq, rows_of),
+        *(kept_q.descriptor, k.descriptor, v.descriptor, dout.descriptor, other, *scales),
+        *(dq, rows_of),
         *(*ends, starts, owners, batch, tiles, heads, heads // shared_heads),
         *(*columns, one.call.scale),
         STEP_K=step,
