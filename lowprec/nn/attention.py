@@ -15,6 +15,7 @@ from lowprec.attention_policy import AttentionPolicy
 from lowprec.attention_stages import AttentionStage
 from lowprec.errors import UnsupportedError
 from lowprec.hardware import current
+from lowprec.nn.hooks import hooked
 from lowprec.nn.operands import autocast_dtype
 from lowprec.nn.position import At
 from lowprec.rotary import Rotary
@@ -187,15 +188,17 @@ class Attention(nn.Module):
 def _weights(norms: tuple[nn.RMSNorm, nn.RMSNorm]) -> Weights | None:
     """Weights of norms that are what they look like; None where something acts on the modules."""
     for one in norms:
-        hooked = one._forward_pre_hooks or one._forward_hooks or one._backward_hooks
         plain = type(one) is nn.RMSNorm and type(one.weight) in (torch.Tensor, nn.Parameter)
-        if hooked or not plain or _eps(one) != _eps(norms[0]):
+        if hooked(one) or not plain or _eps(one) != _eps(norms[0]):
             return None
     return norms[0].weight, norms[1].weight
 
 
 def _eps(norm: nn.RMSNorm) -> float:
-    return torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps
+    """As torch reads None: the epsilon of what it computes in, at least float32."""
+    if norm.eps is not None:
+        return norm.eps
+    return torch.finfo(torch.promote_types(norm.weight.dtype, torch.float32)).eps
 
 
 def _normed(norm: nn.RMSNorm, x: torch.Tensor) -> torch.Tensor:

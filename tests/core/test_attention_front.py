@@ -132,6 +132,47 @@ def test_a_norm_that_something_acts_on_runs_as_a_module() -> None:
     assert isinstance(layer.q_norm, nn.RMSNorm)
 
 
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda norm, seen: norm.register_forward_pre_hook(lambda m, args: seen.append("pre")),
+        lambda norm, seen: norm.register_forward_hook(lambda m, args, out: seen.append("out")),
+        lambda norm, seen: norm.register_full_backward_pre_hook(lambda m, g: seen.append("back")),
+        lambda norm, seen: norm.register_full_backward_hook(lambda m, a, b: seen.append("grad")),
+        lambda norm, seen: nn.modules.module.register_module_forward_hook(
+            lambda m, args, out: seen.append("all") if m is norm else None
+        ),
+    ],
+)
+def test_every_kind_of_hook_of_a_norm_runs(register: Any) -> None:
+    layer = Attention(qk_norm=32)
+    q, k, v = (drawn(8, 2, 32, seed=seed, dtype=torch.float32) for seed in range(3))
+    seen: list[str] = []
+    handle = register(layer.q_norm, seen)
+    try:
+        layer(q.requires_grad_(), k, v, offsets((3, 5))).sum().backward()
+    finally:
+        handle.remove()
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_norm_without_an_epsilon_has_that_of_torch(dtype: torch.dtype) -> None:
+    """Small q and k, of which bf16's own epsilon would make a tenth."""
+    layer = Attention(qk_norm=32).to(dtype)
+    assert isinstance(layer.q_norm, nn.RMSNorm)
+    assert layer.q_norm.eps is None
+    q, k, v = (drawn(8, 2, 32, seed=seed, dtype=dtype) for seed in range(3))
+    q, k, cu = q * 0.01, k * 0.01, offsets((3, 5))
+    found = layer(q, k, v, cu)
+    exact = Attention(qk_norm=32).double()
+    for norm in (exact.q_norm, exact.k_norm):
+        assert norm is not None
+        norm.eps = torch.finfo(torch.float32).eps
+    want = exact(q.double(), k.double(), v.double(), cu)
+    assert (found - want).norm() <= (2e-2 if dtype == torch.bfloat16 else 1e-5) * want.norm()
+
+
 def test_kernels_that_are_not_proven_leave_the_front_to_pytorch() -> None:
     call, policy = AttentionCall("softmax", Mask(), 1.0), AttentionPolicy.parse("bf16")
     front = Front(1e-6, Rotary())
