@@ -297,6 +297,9 @@ def _attend(
     OF_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, INNER])
     OF_P: gl.constexpr = gl.DotOperandLayout(0, OF_O, 4 if EIGHT else 2)
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [4, 1], [1, 0])
+    # bf16 products of wide heads fill the tensor cores alone: they are then the other group's while
+    # this one takes exponentials. Shorter products are better waited for after these.
+    APART: gl.constexpr = D == 128 and not EIGHT
     row_layout: gl.constexpr = gl.SliceLayout(1, OF_S)
     q_at, k_at, v_at = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
@@ -391,12 +394,16 @@ def _attend(
                 later = _summed(codes, v_at.index(slot), acc, EIGHT, OF_P)
                 s = warpgroup_mma_wait(1, deps=[s])
                 mbarrier.arrive(k_empty.index(after), count=1)
+                if APART:
+                    acc = warpgroup_mma_wait(0, deps=[later])
+                    mbarrier.arrive(v_empty.index(slot), count=1)
                 p, shrink, peak, total = _weights(s, unit, peak, total, FACTOR, KIND)
                 if EIGHT:
                     shrink = shrink * (value_unit / new_unit)
                     value_unit = new_unit
-                acc = warpgroup_mma_wait(0, deps=[later])
-                mbarrier.arrive(v_empty.index(slot), count=1)
+                if not APART:
+                    acc = warpgroup_mma_wait(0, deps=[later])
+                    mbarrier.arrive(v_empty.index(slot), count=1)
                 if KIND == "softmax":
                     acc *= gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, OF_O)), 1)
                 codes = _packed(p, EIGHT)
