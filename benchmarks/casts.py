@@ -2,10 +2,11 @@
 
     python benchmarks/casts.py [--quick] [--peers] [--widths] [--only NAME ...] [--out FILE]
 
-Every result is checked against the reference before it is timed; a wrong one ends the run. Times
-are of single launches with outputs allocated, queued behind a pause so that the host is never
-waited for, interleaved over repetitions. `of_copy` is bytes / median time over the copy bandwidth,
-`bar` what is asked of it, `times_faster` the median of a peer over ours.
+Every result is checked against the reference before it is timed; a wrong one ends the run. A time
+is the mean of four launches in a row with outputs allocated, after one that is not timed, so that
+each op, the copy too, finds in the cache what it leaves there itself; queued behind a pause so that
+the host is never waited for, interleaved over repetitions. `of_copy` is bytes / median time over
+the copy bandwidth, `bar` what is asked of it, `times_faster` the median of a peer over ours.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ SHAPES = [(65536, 2048), (65536, 1024)]
 WIDTHS = [256, 512, 4096, 8192, 100, 1000, 2880]
 ELEMENTS = 1 << 27
 PAUSE = 20_000_000  # clock cycles, about 10 ms
+LAUNCHES = 4
 
 
-def timed(cases: list[Case], repetitions: int) -> list[list[float]]:
-    """Milliseconds of each case, interleaved."""
+def timed(cases: list[Case], repetitions: int, launches: int = 1) -> list[list[float]]:
+    """Milliseconds of each case, interleaved; the mean of `launches` in a row after one more."""
     times: list[list[float]] = [[] for _ in cases]
     for case in cases:
         for _ in range(2):
@@ -45,13 +47,16 @@ def timed(cases: list[Case], repetitions: int) -> list[list[float]]:
         torch.cuda._sleep(PAUSE)
         for case in cases:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            if launches > 1:
+                case.run()
             start.record()
-            case.run()
+            for _ in range(launches):
+                case.run()
             end.record()
             marks.append((start, end))
         torch.cuda.synchronize()
         for one, (start, end) in zip(times, marks, strict=True):
-            one.append(start.elapsed_time(end))
+            one.append(start.elapsed_time(end) / launches)
     return times
 
 
@@ -107,7 +112,7 @@ def timed_lines(
     if arguments.only:
         cases = [cases[0], *(one for one in cases if one.op in arguments.only)]
     facts = machine()
-    times = timed(cases, 10 if arguments.quick else 30)
+    times = timed(cases, 10 if arguments.quick else 30, LAUNCHES)
     medians = [statistics.median(one) for one in times]
     own = {c.key: m for c, m in zip(cases, medians, strict=True) if c.backend == "triton"}
     speed = cases[0].bytes / medians[0]

@@ -319,9 +319,9 @@ BUDGET: dict[str, tuple[str, Callable[[], None], int, float]] = {
     "row mxfp4": ("tiles.cast_tiles", lambda: cast("mxfp4", ""), 40, 32),
     "both 1x32, plain": ("tiles.cast_tiles", lambda: cast(MX, MX), 144, 32),
     "both 1x32": ("pipeline.cast_tiles_pipelined", lambda: pipelined(MX, MX), 184, 16),
-    "both 32x32": ("pipeline.cast_tiles_pipelined", lambda: pipelined(TILE, TILE), 184, 16),
+    "both 32x32": ("pipeline.cast_tiles_pipelined", lambda: pipelined(TILE, TILE), 168, 11.5),
     "both 1x128": ("pipeline.cast_tiles_pipelined", lambda: pipelined(WIDE, WIDE), 255, 21),
-    "both 128x128": ("pipeline.cast_tiles_pipelined", lambda: pipelined(SQUARE, SQUARE), 200, 22),
+    "both 128x128": ("pipeline.cast_tiles_pipelined", lambda: pipelined(SQUARE, SQUARE), 184, 11.7),
     "both 1x32, rows at 8 bytes": (
         "pipeline.cast_tiles_pipelined",
         lambda: pipelined(MX, MX, cols=100),
@@ -334,8 +334,8 @@ BUDGET: dict[str, tuple[str, Callable[[], None], int, float]] = {
         144,
         17,
     ),
-    "column 1x32": ("pipeline.cast_tiles_pipelined", lambda: pipelined("", MX), 112, 13),
-    "rowwise": ("spans.cast_whole_rows", whole_rows, 52, 26),
+    "column 1x32": ("pipeline.cast_tiles_pipelined", lambda: pipelined("", MX), 122, 9),
+    "rowwise": ("spans.cast_whole_rows", whole_rows, 184, 15.2),
     "maxima": ("spans.partial_maxima", lambda: spanned("fp8_rowwise", by_column=True), 40, 11),
     "tensorwise": (
         "spans.encode_spans",
@@ -423,7 +423,7 @@ BUDGET: dict[str, tuple[str, Callable[[], None], int, float]] = {
     "rmsnorm again 1x128, pipelined": (
         "pipeline.cast_tiles_pipelined",
         pipelined_again,
-        112,
+        184,
         20,
     ),
     "both tensorwise": ("pipeline.cast_tiles_pipelined", pipelined_tensor, 184, 27),

@@ -297,6 +297,8 @@ def cast_tiles_pipelined(
     BY_COLUMN: gl.constexpr = column_layout(TILE_R, TILE_C, ITEMSIZE, WARPS)
     TURNED: gl.constexpr = turned_layout(TILE_R, TILE_C, ITEMSIZE, WARPS)
     STORES: gl.constexpr = 1 if ROW is None else 2
+    # Square blocks have one scale, and so one code a value, whichever way they are read.
+    SQUARE: gl.constexpr = ROW is not None and ROW == COLUMN and COLUMN[2] == COLUMN[3]
     SOURCE: gl.constexpr = source.dtype.element_ty if source.dtype.is_ptr() else source.dtype
     SLOT: gl.constexpr = (
         gl.NVMMASharedLayout(128, 16, 2) if source.dtype.is_ptr() else source.layout
@@ -334,7 +336,7 @@ def cast_tiles_pipelined(
             thread_barrier()
         held = ring.index(slot)
         by_column = held.load(BY_COLUMN)
-        if ROW is not None and amax is None:
+        if ROW is not None and amax is None and not SQUARE:
             by_row = held.load(BY_ROW)
         thread_barrier()
         _fetch(
@@ -356,9 +358,10 @@ def cast_tiles_pipelined(
                 out.index(side).store(gl.permute(turned, (1, 0)))
         else:
             scaled, biased, keep = scaled_values(v, COLUMN[2], COLUMN[3], COLUMN, True)
-            out_t.index(side).store(
-                encode_kept(gl.permute(scaled, (1, 0)), gl.permute(keep, (1, 0)), TURNED, COLUMN)
+            turned = encode_kept(
+                gl.permute(scaled, (1, 0)), gl.permute(keep, (1, 0)), TURNED, COLUMN
             )
+            out_t.index(side).store(turned)
             blocks_r = gl.cdiv(rows, COLUMN[2])
             blocks_c = gl.cdiv(cols, COLUMN[3])
             store_scales(
@@ -371,7 +374,19 @@ def cast_tiles_pipelined(
                 False,
                 COLUMN[4],
             )
-            if ROW is not None:
+            if SQUARE:
+                out.index(side).store(gl.permute(turned, (1, 0)))
+                store_scales(
+                    scales,
+                    biased,
+                    pr * (TILE_R // ROW[2]),
+                    pc * (TILE_C // ROW[3]),
+                    blocks_r,
+                    blocks_c,
+                    True,
+                    ROW[4],
+                )
+            elif ROW is not None:
                 v_r = _values(
                     by_row,
                     weight,

@@ -65,7 +65,8 @@ def cast_whole_rows(x: torch.Tensor, cast: Cast, out: list[torch.Tensor], *, int
         TILE_C=across,
         WIDE=source.wide(down, across),
         INTEGER=integer,
-        num_warps=4 if across <= 4096 else 8,
+        # 64 values a thread; short rows need more threads to be loaded in time.
+        num_warps=max(across // 2048, 1) if across >= 1024 else 4,
     )
 
 
