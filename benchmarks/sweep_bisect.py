@@ -9,8 +9,8 @@ which docs/records/sweep-bisect.jsonl keeps.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import time
 from pathlib import Path
 
@@ -47,9 +47,12 @@ confirm = { attempts = 10 }
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
-    workers = int(sys.argv[2]) if len(sys.argv) > 2 else 2
-    data_seed = int(sys.argv[3]) if len(sys.argv) > 3 else 0
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("workers", type=int, nargs="?", default=2)
+    parser.add_argument("data_seed", type=int, nargs="?", default=0)
+    given = parser.parse_args()
+    folder, workers, data_seed = given.folder, given.workers, given.data_seed
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "nvfp4.toml").write_text(RECIPE)
     (folder / "gate.toml").write_text(GATE.format(workload=WORKLOAD.resolve(), data_seed=data_seed))

@@ -8,8 +8,8 @@ Prints one line a seed and a summary; docs/records/sweep-planted.jsonl holds one
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import tempfile
 import time
 from multiprocessing import get_context
@@ -78,7 +78,11 @@ def ranked(seed: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    seeds, processes = (int(one) for one in (sys.argv[1:] + ["20", "2"][len(sys.argv) - 1 :])[:2])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("seeds", type=int, nargs="?", default=20)
+    parser.add_argument("processes", type=int, nargs="?", default=2)
+    given = parser.parse_args()
+    seeds, processes = given.seeds, given.processes
     found = []
     with get_context("spawn").Pool(processes) as pool:
         for one in pool.imap_unordered(ranked, range(seeds)):

@@ -10,8 +10,8 @@ docs/records/sweep-ranking.jsonl has all runs that were made.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -157,9 +157,12 @@ def split_half(seeds: list[dict[str, list[float]]]) -> float:
 
 
 def main() -> None:
-    processes = int(sys.argv[1]) if len(sys.argv) > 1 else 2
-    data_seed = int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    model = sys.argv[3] if len(sys.argv) > 3 else "towers"
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("processes", type=int, nargs="?", default=2)
+    parser.add_argument("data_seed", type=int, nargs="?", default=0)
+    parser.add_argument("model", choices=("towers", "graded"), nargs="?", default="towers")
+    given = parser.parse_args()
+    processes, data_seed, model = given.processes, given.data_seed, given.model
     seeds = MODELS[model].seeds
     jobs = [(model, kind, seed, data_seed) for kind, those in seeds.items() for seed in those]
     found: dict[str, list[dict[str, list[float]]]] = {"branch": [], "truth": []}

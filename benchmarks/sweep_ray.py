@@ -7,8 +7,8 @@ docs/records/sweep-ray.jsonl keeps.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,11 @@ def measured(folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
-    workers = int(sys.argv[2]) if len(sys.argv) > 2 else 2
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("workers", type=int, nargs="?", default=2)
+    given = parser.parse_args()
+    folder, workers = given.folder, given.workers
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "gate.toml").write_text(GATE.format(workload=WORKLOAD.resolve()))
     (folder / "sweep.toml").write_text(SWEEP)

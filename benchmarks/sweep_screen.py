@@ -7,8 +7,8 @@ time of one thread. Prints one JSON line; docs/records/sweep-screen.jsonl has on
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import time
 
 import torch
@@ -33,9 +33,12 @@ def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Te
 
 
 def main() -> None:
-    layers, width, rows = (
-        int(one) for one in (sys.argv[1:4] + ["100", "512", "1024"][len(sys.argv) - 1 :])[:3]
-    )
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("layers", type=int, nargs="?", default=100)
+    parser.add_argument("width", type=int, nargs="?", default=512)
+    parser.add_argument("rows", type=int, nargs="?", default=1024)
+    given = parser.parse_args()
+    layers, width, rows = given.layers, given.width, given.rows
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = model_of(layers, width)

@@ -165,6 +165,8 @@ class _Chosen:
         self.total = totals(groups.candidates, spec.speed, shapes)
         self.calibration: Calibration | None = None
         self.tried: list[dict[str, Any]] = []
+        self.measured: dict[str, Any] = {}
+        """Of `tried`, what belongs to the selection: nothing where it keeps all in BF16."""
 
     def charge(self, screened: Mapping[str, Any]) -> None:
         """Train everything low whole, and charge every choice by it."""
@@ -191,13 +193,17 @@ class _Chosen:
         trainings = self.spec.branches.trainings > 0
         for _ in range(_TIGHTENINGS + 1):
             selection = self._within(budget)
+            self.measured = {}
             if not any(selection.policies.values()):
                 break
             effect = self.search.whole({"chosen": selection.policies}, trainings=trainings)
             harm = effect["chosen"].estimate
-            self.tried.append(
-                {"effect": effect["chosen"].to_dict(), "budget": budget, "trainings": trainings}
-            )
+            self.measured = {
+                "effect": effect["chosen"].to_dict(),
+                "budget": budget,
+                "trainings": trainings,
+            }
+            self.tried.append(self.measured)
             if harm <= target or selection.harm == 0:
                 break
             factor = min(max(target / harm, _MOST_TIGHTENING), _LEAST_TIGHTENING)
@@ -322,7 +328,7 @@ class _Chosen:
                 "budget": spec.select.budget,
                 **_choice_facts(selection),
                 "calibration": self.calibration and self.calibration.to_dict(),
-                "measured": self.tried[-1] if self.tried else {},
+                "measured": self.measured,
                 "tried": self.tried,
             },
             "pareto": pareto(
