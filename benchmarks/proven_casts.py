@@ -1,8 +1,10 @@
-"""The casts whose GPU tests all passed, for lowprec/backends/triton_kernels/proven.py.
+"""What the tests of a GPU run prove, for lowprec/backends/triton_kernels/proven.py.
 
-    python benchmarks/proven_casts.py TESTS.xml
+    python benchmarks/proven_casts.py TESTS.xml [TESTS.xml ...]
 
-A cast is proven when at least one test has it as a parameter and every such test passed.
+A cast is proven when at least one test of the kernels has it as a parameter and every such test
+passed; attention when all tests of its files passed, some at least. What other runs proved of the
+same kernels stays: add what is printed, and take out what it says is not proven.
 """
 
 from __future__ import annotations
@@ -11,13 +13,29 @@ import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+import lowprec  # noqa: E402
 from lowprec.errors import UnsupportedError  # noqa: E402
 from lowprec.formats import Cast  # noqa: E402
+
+CASTS = ("test_kernels_on_gpu", "test_fused_on_gpu", "test_emulated_on_gpu")
+
+
+def attention_names() -> dict[str, set[str]]:
+    """What each file of attention tests proves: policies of the recipes that have kernels."""
+    policy = lowprec.load_recipe("fp8-attention").rules[-1].attention
+    both = {"attention bf16", f"attention {policy}"}
+    return {
+        "test_attention_on_gpu": both,
+        "test_attention_calls_on_gpu": both,
+        "test_attention_fused_on_gpu": {f"front + {one}" for one in both}
+        | {"attention bf16, short keys"},
+    }
 
 
 def casts_in(name: str) -> set[str]:
@@ -34,16 +52,24 @@ def casts_in(name: str) -> set[str]:
     return found
 
 
+def outcomes(paths: list[str]) -> Iterator[tuple[str, str, bool]]:
+    """File, name and success of each test that ran."""
+    for path in paths:
+        for case in ElementTree.parse(path).iter("testcase"):
+            if case.find("skipped") is None:
+                well = case.find("failure") is None and case.find("error") is None
+                yield case.get("classname", "").split(".")[-1], case.get("name", ""), well
+
+
 def main() -> None:
     """Print PROVEN's entries, and what failed."""
     passed: dict[str, list[bool]] = defaultdict(list)
-    for case in ElementTree.parse(sys.argv[1]).iter("testcase"):
-        skipped = case.find("skipped") is not None
-        well = case.find("failure") is None and case.find("error") is None
-        for cast in () if skipped else casts_in(case.get("name", "")):
-            passed[cast].append(well)
-    proven = sorted(cast for cast, results in passed.items() if all(results))
-    print("".join(f'        "{cast}",\n' for cast in proven), end="")
+    files = attention_names()
+    for file, name, well in outcomes(sys.argv[1:]):
+        for what in casts_in(name) if file in CASTS else files.get(file, ()):
+            passed[what].append(well)
+    proven = sorted(what for what, results in passed.items() if all(results))
+    print("".join(f'        "{what}",\n' for what in proven), end="")
     failed = sorted(set(passed) - set(proven))
     print(f"# {len(proven)} proven; not proven: {', '.join(failed) or 'none'}")
 
