@@ -335,7 +335,7 @@ BUDGET: dict[str, tuple[str, Callable[[], None], int, float]] = {
         17,
     ),
     "column 1x32": ("pipeline.cast_tiles_pipelined", lambda: pipelined("", MX), 122, 9),
-    "rowwise": ("spans.cast_whole_rows", whole_rows, 184, 15.2),
+    "rowwise": ("spans.cast_whole_rows", whole_rows, 80, 19),
     "maxima": ("spans.partial_maxima", lambda: spanned("fp8_rowwise", by_column=True), 40, 11),
     "tensorwise": (
         "spans.encode_spans",

@@ -22,7 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-LOG2E = gl.constexpr(1.4426950408889634)
+from lowprec.backends.triton_kernels.attention_weights import LOG2E, operand, packed, weights
+
 LN2 = gl.constexpr(0.6931471805599453)
 LOWEST = gl.constexpr(-1.0e30)
 ROWS = gl.constexpr(64)
@@ -99,7 +100,7 @@ def _copy(
     """The warp that copies."""
     q, k, v = sources
     q_at, k_at, v_at = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, _turns = barriers
     batch, heads, group, q_tiles, k_tiles = sizes
     q_head, k_head, v_head = columns
     starts, _owners, _cu_q, _cu_k = lists
@@ -154,86 +155,6 @@ def _copy(
 
 
 @gluon.jit
-def exp2(x):
-    return gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def _tanh(x):
-    return gl.inline_asm_elementwise(
-        "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def _weights(x, unit, peak, total, FACTOR: gl.constexpr, KIND: gl.constexpr):
-    """P of a tile of scores, what the sums shrink by, and the new peak and total."""
-    if KIND == "softmax":
-        higher = gl.maximum(peak, gl.max(x, 1) * unit)
-        p = exp2(x * unit - gl.expand_dims(higher - FACTOR, 1))
-        shrink = exp2(peak - higher)
-        total = total * shrink + gl.sum(p, 1)
-    else:
-        half = x * unit
-        if KIND == "silu":
-            inner = half
-        else:
-            z = gl.minimum(half * half * 4.0, 30.25)
-            inner = half * 2.0 * (0.7975596075 + z * (0.03696530758 + z * -0.0003457188593))
-        p = half + half * _tanh(inner)
-        higher, shrink = peak, peak
-    return p, shrink, higher, total
-
-
-@gluon.jit
-def _packed(p, EIGHT: gl.constexpr):
-    """P as it is kept until it is an operand: bf16, or int32 [rows, keys / 4] of four E4M3 codes.
-
-    A register has scores of keys 0, 1, 8 and 9 of some eight side by side, in a thread's order.
-    """
-    if EIGHT:
-        M: gl.constexpr = p.shape[0]
-        N: gl.constexpr = p.shape[1]
-        parts = gl.permute(gl.reshape(p, (M, N // 16, 2, 4, 2)), (0, 1, 3, 2, 4))
-        even, odd = gl.split(gl.reshape(parts, (M, N // 4, 2, 2)))
-        a, c = gl.split(even)
-        b, d = gl.split(odd)
-        found = gl.inline_asm_elementwise(
-            """{
-            .reg .b16 low, high;
-            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
-            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
-            mov.b32 $0, {low, high};
-            }""",
-            "=r,f,f,f,f",
-            [a, b, c, d],
-            dtype=gl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        found = p.to(gl.bfloat16)
-    return found
-
-
-@gluon.jit
-def _operand(p, EIGHT: gl.constexpr, layout: gl.constexpr):
-    """What `_packed` kept as the left operand of a product; no thread gives anything away."""
-    if EIGHT:
-        M: gl.constexpr = p.shape[0]
-        N: gl.constexpr = p.shape[1] * 4
-        low = gl.join(p.to(gl.int8), (p >> 8).to(gl.int8))
-        high = gl.join((p >> 16).to(gl.int8), (p >> 24).to(gl.int8))
-        both = gl.permute(gl.join(low, high), (0, 1, 3, 2))
-        found = gl.reshape(both, (M, N)).to(gl.float8e4nv, bitcast=True)
-    else:
-        found = p
-    return gl.convert_layout(found, layout)
-
-
-@gluon.jit
 def _scores(query, k_at, k_full, k_empty, slot, phase, zero):
     """Scores of the next tile of keys, waited for."""
     mbarrier.wait(k_full.index(slot), phase)
@@ -269,7 +190,7 @@ def _summed(codes, values, acc, EIGHT: gl.constexpr, layout: gl.constexpr):
     """Start adding P V to acc; values turned where they are codes."""
     if EIGHT:
         values = values.permute((1, 0))
-    return warpgroup_mma(_operand(codes, EIGHT, layout), values, acc, is_async=True)
+    return warpgroup_mma(operand(codes, EIGHT, layout), values, acc, is_async=True)
 
 
 @gluon.jit
@@ -298,11 +219,13 @@ def _attend(
     OF_P: gl.constexpr = gl.DotOperandLayout(0, OF_O, 4 if EIGHT else 2)
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [4, 1], [1, 0])
     # bf16 products of wide heads fill the tensor cores alone: they are then the other group's while
-    # this one takes exponentials. Shorter products are better waited for after these.
+    # this one takes exponentials. Shorter products are better waited for after these. Scores that
+    # no row adds up take so little time that the groups must be told to take turns.
     APART: gl.constexpr = D == 128 and not EIGHT
+    TURNS: gl.constexpr = APART and KIND != "softmax"
     row_layout: gl.constexpr = gl.SliceLayout(1, OF_S)
     q_at, k_at, v_at = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = barriers
     batch, heads, group, q_tiles, k_tiles = sizes
     o, lse, tokens = outputs
     scales_q, scales_k, scales_v = scales
@@ -311,7 +234,9 @@ def _attend(
     own = gl.arange(0, ROWS, row_layout)
     column = gl.arange(0, TILE_K, gl.SliceLayout(0, OF_S))
     zero = gl.zeros((ROWS, TILE_K), gl.float32, OF_S)
-    turn, slot, phase = 0, 0, 0
+    turn, slot, phase, mine = 0, 0, 0, 0
+    if TURNS and HALF == 0:
+        mbarrier.arrive(turns.index(0), count=1)
     step = gl.num_programs(0)
     coming = _place(gl.minimum(gl.program_id(0), total_items - 1), lists, heads, CAUSAL, TILE_K)
     for item in range(gl.program_id(0), total_items, step):
@@ -341,14 +266,14 @@ def _attend(
                 unit = query_unit
                 if EIGHT:
                     unit *= gl.load(at_k + n)
-                p, shrink, peak, total = _weights(s, unit, peak, total, FACTOR, KIND)
+                p, shrink, peak, total = weights(s, unit, peak, total, FACTOR, KIND)
                 if EIGHT:
                     new_unit = gl.load(at_v + n)
                     shrink = shrink * (value_unit / new_unit)
                     value_unit = new_unit
                 if KIND == "softmax":
                     acc *= gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, OF_O)), 1)
-                codes = _packed(p, EIGHT)
+                codes = packed(p, EIGHT)
                 mbarrier.wait(v_full.index(slot), phase)
                 if not EIGHT:
                     _hide(v_at.index(slot), keys - n * TILE_K, D)
@@ -364,14 +289,14 @@ def _attend(
             unit = query_unit
             if EIGHT:
                 unit *= gl.load(at_k + begin)
-            p, shrink, peak, total = _weights(s, unit, peak, total, FACTOR, KIND)
+            p, shrink, peak, total = weights(s, unit, peak, total, FACTOR, KIND)
             if EIGHT:
                 new_unit = gl.load(at_v + begin)
                 shrink = shrink * (value_unit / new_unit)
                 value_unit = new_unit
             if CAUSAL and KIND == "softmax":
                 acc *= gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, OF_O)), 1)
-            codes = _packed(p, EIGHT)
+            codes = packed(p, EIGHT)
             if not EIGHT:  # noqa: SIM102 (a constant, and what lengths decide)
                 if (begin + 1) * TILE_K > keys:
                     mbarrier.wait(v_full.index(slot), phase)
@@ -386,18 +311,23 @@ def _attend(
                     after = 0
                     after_phase ^= 1
                 mbarrier.wait(k_full.index(after), after_phase)
+                if TURNS:
+                    mbarrier.wait(turns.index(HALF), mine)
+                    mine ^= 1
                 s = warpgroup_mma(
                     q_at.index(HALF), k_at.index(after).permute((1, 0)), zero,
                     use_acc=False, is_async=True,
                 )  # fmt: skip
                 mbarrier.wait(v_full.index(slot), phase)
                 later = _summed(codes, v_at.index(slot), acc, EIGHT, OF_P)
+                if TURNS:
+                    mbarrier.arrive(turns.index(1 - HALF), count=1)
                 s = warpgroup_mma_wait(1, deps=[s])
                 mbarrier.arrive(k_empty.index(after), count=1)
                 if APART:
                     acc = warpgroup_mma_wait(0, deps=[later])
                     mbarrier.arrive(v_empty.index(slot), count=1)
-                p, shrink, peak, total = _weights(s, unit, peak, total, FACTOR, KIND)
+                p, shrink, peak, total = weights(s, unit, peak, total, FACTOR, KIND)
                 if EIGHT:
                     shrink = shrink * (value_unit / new_unit)
                     value_unit = new_unit
@@ -406,7 +336,7 @@ def _attend(
                     mbarrier.arrive(v_empty.index(slot), count=1)
                 if KIND == "softmax":
                     acc *= gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, OF_O)), 1)
-                codes = _packed(p, EIGHT)
+                codes = packed(p, EIGHT)
                 slot, phase = after, after_phase
             mbarrier.wait(v_full.index(slot), phase)
             acc = _summed(codes, v_at.index(slot), acc, EIGHT, OF_P)
@@ -477,9 +407,10 @@ def attend_stream(
     q_full, q_empty = signals(1, 1), signals(1, 2)
     k_full, k_empty = signals(STAGES, 1), signals(STAGES, 2)
     v_full, v_empty = signals(STAGES, 1), signals(STAGES, 2)
+    turns = signals(2, 1)
     fence_async_shared()
     buffers = (q_at, k_at, v_at)
-    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, turns)
     lists = (starts, owners, cu_q, cu_k)
     sizes = (batch, heads, group, q_tiles, k_tiles)
     outputs, scales = (o, lse, tokens), (scales_q, scales_k, scales_v)

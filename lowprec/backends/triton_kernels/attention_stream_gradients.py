@@ -23,14 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from lowprec.backends.triton_kernels.attention_stream import (
-    LOG2E,
-    ROWS,
-    exp2,
-    place,
-    ring,
-    signals,
-)
+from lowprec.backends.triton_kernels.attention_stream import ROWS, place, ring, signals
+from lowprec.backends.triton_kernels.attention_weights import LOG2E, exp2
 
 STEP_Q = gl.constexpr(64)
 

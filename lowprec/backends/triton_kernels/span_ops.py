@@ -49,7 +49,7 @@ def cast_whole_rows(x: torch.Tensor, cast: Cast, out: list[torch.Tensor], *, int
     """Fill codes and scales of [1, R, C] with one scale a row, C at most 16384, in one read."""
     _, rows, cols = x.shape
     source, across = Source.of(x), triton.next_power_of_2(cols)
-    down = max(2048 // across, 1)
+    down = max(1024 // across, 1)
     start(
         spans.cast_whole_rows,
         -(-rows // down),
@@ -65,8 +65,8 @@ def cast_whole_rows(x: torch.Tensor, cast: Cast, out: list[torch.Tensor], *, int
         TILE_C=across,
         WIDE=source.wide(down, across),
         INTEGER=integer,
-        # 64 values a thread; short rows need more threads to be loaded in time.
-        num_warps=max(across // 2048, 1) if across >= 1024 else 4,
+        # 32 values a thread, 64 of the longest rows: what a row needs is then shared by many.
+        num_warps=max(across // (1024 if across <= 4096 else 2048), 1),
     )
 
 
