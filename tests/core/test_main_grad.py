@@ -122,6 +122,19 @@ def test_only_what_wants_a_gradient_gets_one() -> None:
     assert model.weight.main_grad is None
 
 
+def test_a_gradient_of_the_input_alone_adds_too_unless_weights_are_frozen() -> None:
+    """As docs/kernels.md says: autograd does not tell a function which gradients are asked for."""
+    model, (x, dy) = layer(), next(micro_batches())
+    x.requires_grad_()
+    model.weight.requires_grad_(False)
+    (of_frozen,) = torch.autograd.grad(model(x), x, dy)
+    assert model.weight.main_grad is None
+    model.weight.requires_grad_(True)
+    (dx,) = torch.autograd.grad(model(x), x, dy)
+    assert torch.equal(dx, of_frozen)
+    assert torch.equal(model.weight.main_grad, wgrad(x.detach(), dy))
+
+
 def test_it_stays_under_another_plan_and_goes_with_restore() -> None:
     model = layer()
     lowprec.apply(model, plan_of(recipe="mxfp8-portable"))
