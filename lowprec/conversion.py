@@ -40,10 +40,10 @@ def apply(
     gate. Raises AcceptanceError, naming every difference, when it is damaged, edited or expired, or
     when the gate accepted another recipe, plan, model or version.
 
-    main_grad: True lets wgrad of every covered layer sum unrounded into a float32 `weight.main_grad`
-    and leaves `.grad` of that weight None, False ends that, None keeps what the model has. Any
-    backward pass through a layer adds to it, `torch.autograd.grad` too. Raises PlanError for a
-    weight whose own `main_grad` is of another dtype, shape or device.
+    main_grad: True lets wgrad of every covered layer sum unrounded into a float32
+    `weight.main_grad` and leaves `.grad` of that weight None, False ends that, None keeps what the
+    model has. Any backward pass through a layer adds to it, `torch.autograd.grad` too. Raises
+    PlanError for a weight whose own `main_grad` is of another dtype, shape or device.
     """
     if not isinstance(plan, Plan):
         raise PlanError(f"apply takes a plan, not {plan!r}; make one with lowprec.plan")
