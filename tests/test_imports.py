@@ -102,22 +102,27 @@ LOWPREC: dict[str, str] = {
     ),
     "lowprec.nn.opaque": "ops formats policy nn.operands nn.products",
     "lowprec.nn.main_grad": "errors",
-    "lowprec.nn.linear": "errors policy hardware stages nn.main_grad nn.operands nn.products",
-    "lowprec.nn.norms": "formats nn.operands nn.products policy stages backends.triton_kernels",
+    "lowprec.nn.hooks": "",
+    "lowprec.nn.linear": (
+        "errors policy hardware stages nn.hooks nn.main_grad nn.operands nn.products"
+    ),
+    "lowprec.nn.norms": (
+        "nn.operands nn.products policy tensor backends.triton_kernels "
+        "backends.triton_kernels.fused"
+    ),
     "lowprec.nn.norm_opaque": "nn.norms nn.opaque nn.operands nn.products policy",
     "lowprec.nn.norm_linear": "errors nn.linear nn.norms nn.norm_opaque nn.operands nn.products",
     "lowprec.nn.attention": (
         "attention_call attention_checks attention_front attention_ops attention_policy "
-        "attention_stages errors hardware nn.operands nn.position rotary"
+        "attention_stages errors hardware nn.hooks nn.operands nn.position rotary"
     ),
     "lowprec.nn.sdpa": "attention_call errors nn.attention nn.operands",
     "lowprec.nn.gates": (
-        "formats nn.norms nn.operands nn.products policy stages tensor backends.triton_kernels"
+        "formats nn.operands nn.products policy tensor backends.triton_kernels "
+        "backends.triton_kernels.fused"
     ),
     "lowprec.nn.gate_opaque": "nn.gates nn.opaque nn.operands nn.products policy",
-    "lowprec.nn.gated_linear": (
-        "errors nn.gates nn.gate_opaque nn.linear nn.norms nn.operands nn.products"
-    ),
+    "lowprec.nn.gated_linear": ("errors nn.gates nn.gate_opaque nn.linear nn.operands nn.products"),
     "lowprec.nn": "nn.attention nn.gated_linear nn.linear nn.norm_linear nn.products rotary",
     "lowprec.attention_coverage": "attention_call",
     "lowprec.attention_planning": (
@@ -197,7 +202,7 @@ KERNELS = {
     "launch": "draws tiles views pipelined starting",
     "pipelined": "launch norm_pipeline pipeline starting",
     "span_ops": "launch pipelined spans starting",
-    "matrices": "launch pipeline pipelined span_ops spans starting",
+    "matrices": "launch pipelined span_ops spans starting",
     "value_ops": "launch values starting",
     "rotate_ops": "butterfly launch starting views",
     "norm_ops": "launch norm pipelined starting streamed",
@@ -234,8 +239,9 @@ KERNELS = {
         "attention_stream_ops launch"
     ),
     "barriers": "",
-    "attention_stream": "",
-    "attention_stream_gradients": "attention_stream",
+    "attention_weights": "",
+    "attention_stream": "attention_weights",
+    "attention_stream_gradients": "attention_stream attention_weights",
     "attention_stream_ops": (
         "attention_fp8_ops attention_gradients attention_native attention_project_ops "
         "attention_schedule attention_stream attention_stream_gradients launch pipelined"

@@ -18,7 +18,6 @@ from lowprec.errors import UnsupportedError
 from lowprec.nn import gates
 from lowprec.nn.gates import ACTIVATIONS, Activation
 from lowprec.nn.linear import Linear, is_one_step
-from lowprec.nn.norms import in_kernel
 from lowprec.nn.operands import DGRAD, FPROP, WGRAD, Which
 from lowprec.nn.products import Products
 
@@ -75,11 +74,12 @@ class GatedLinear(nn.Module):
         assert isinstance(linear, Linear)
         # Of the layer's input only dtype and gradient are asked here, and the width is another.
         gate = x[..., : linear.in_features]
-        weight, out_dtype, keep = linear._prepared(gate)
+        bias = linear.bias
+        weight, out_dtype, keep = linear._prepared(gate, linear.weight, bias)
         call = _Call(linear.lowprec_products, self._activation, out_dtype, keep)
         x_MX = x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
         y_MN: torch.Tensor = _GatedLinearFunction.apply(  # type: ignore[no-untyped-call]
-            call, x_MX, weight, linear.bias
+            call, x_MX, weight, bias
         )
         return y_MN if x.ndim == 2 else y_MN.reshape(*x.shape[:-1], linear.out_features)
 
@@ -109,11 +109,11 @@ class _GatedLinearFunction(torch.autograd.Function):
         products, activation = call.products, call.activation
         for_dgrad, for_wgrad = call.keep
         ctx.call, ctx.stage = call, products.active
-        at, stage = products.now(x_MX), products.stage
+        at, inside = products.now(x_MX), products.inside[products.active]
         which = Which(FPROP, products.active, w_NK.shape[0], ahead=for_dgrad)
-        keep = for_wgrad and gates.keeps_codes(stage)
+        keep = for_wgrad and inside.gate_keeps
         if torch.compiler.is_compiling():
-            where = [*which, *map(int, (keep, stage.turns_x, activation.gated))]
+            where = [*which, *map(int, (keep, products.stage.turns_x, activation.gated))]
             text = products.wgrad_texts[products.active]
             tensors = [x_MX, w_NK, b_N]
             found = _traced().gate_project(tensors, at, products.key, where, text, activation.kind)
@@ -124,7 +124,7 @@ class _GatedLinearFunction(torch.autograd.Function):
         kept = found[1:]
         ctx.columns, ctx.bias_dtype = w_NK.shape[1], None if b_N is None else b_N.dtype
         ctx.weight = w_NK if products.main_grad else None
-        ctx.by_kernel = in_kernel(stage)
+        ctx.by_kernel = inside.by_kernel
         of_x = for_dgrad or (for_wgrad and not keep)
         ctx.x_dtype = x_MX.dtype
         ctx.save_for_backward(w_NK if for_dgrad else None, at, x_MX if of_x else None, *kept)

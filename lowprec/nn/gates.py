@@ -16,12 +16,11 @@ import torch
 from torch.nn import functional
 
 from lowprec.backends import triton_kernels
+from lowprec.backends.triton_kernels import fused
 from lowprec.formats import Cast
-from lowprec.nn.norms import in_kernel
 from lowprec.nn.operands import Which
 from lowprec.nn.products import Products
 from lowprec.policy import Gemm
-from lowprec.stages import Stage
 from lowprec.tensor import QuantizedTensor
 
 Function = Callable[..., torch.Tensor]
@@ -60,23 +59,6 @@ def values(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     return act if up is None else act * up
 
 
-def kernel_cast(stage: Stage) -> Cast | None:
-    """The cast of the activation for fprop that can happen inside its kernel, or None."""
-    gemm = stage.runs.fprop
-    if not in_kernel(stage) or not isinstance(gemm, Gemm) or gemm.rotation is not None:
-        return None
-    return gemm.left if triton_kernels.fits_gate(gemm.left) else None
-
-
-def keeps_codes(stage: Stage) -> bool:
-    """Whether wgrad keeps the codes of the activation, where no cast can happen inside it.
-
-    The activation is in memory then, and one read of it casts it for both products.
-    """
-    quantized = isinstance(stage.policy.wgrad, Gemm)
-    return quantized and in_kernel(stage) and kernel_cast(stage) is None
-
-
 def project(
     products: Products,
     which: Which,
@@ -88,10 +70,10 @@ def project(
 ) -> list[torch.Tensor]:
     """y [M, N], and if `keep` what wgrad needs of the activation; tensors: x, w [N, K], b [N]."""
     x_MX, w_NK, b_N = tensors
-    stage = products.stages[which.stage]
+    inside = products.inside[which.stage]
     # What watches wants to see values, and a cast for wgrad too needs them.
-    cast = None if keep or products.monitor is not None else kernel_cast(stage)
-    a_MK = _activated(x_MX, activation, cast, by_kernel=in_kernel(stage))
+    cast = None if keep or products.monitor is not None else inside.gate
+    a_MK = _activated(x_MX, activation, cast, by_kernel=inside.by_kernel)
     if keep:
         assert isinstance(a_MK, torch.Tensor)
         y_MN, kept = products.project_now(which, a_MK, w_NK, bias=b_N, at=at)
@@ -107,10 +89,10 @@ def keep_again(
     activation: Activation,
 ) -> list[torch.Tensor]:
     """What wgrad needs of the activation, made again: see Products.keep_now."""
-    stage = products.stages[stage_index]
-    a_MK = _activated(x_MX, activation, None, by_kernel=in_kernel(stage))
+    by_kernel = products.inside[stage_index].by_kernel
+    a_MK = _activated(x_MX, activation, None, by_kernel=by_kernel)
     assert isinstance(a_MK, torch.Tensor)
-    quantized = isinstance(stage.policy.wgrad, Gemm)
+    quantized = isinstance(products.stages[stage_index].policy.wgrad, Gemm)
     return products.keep_now(a_MK, at, stage_index) if quantized else [a_MK]
 
 
@@ -118,12 +100,12 @@ def gradient(
     da_MK: torch.Tensor, x_MX: torch.Tensor, activation: Activation, *, by_kernel: bool
 ) -> torch.Tensor:
     """dx from the gradient of the activation, in one tensor like x."""
-    gate, up = activation.halves(x_MX)
     kind = activation.kind
-    if by_kernel and up is not None:
-        return triton_kernels.activate_halves_backward(da_MK, x_MX, kind=kind)  # type: ignore[no-any-return]
+    if by_kernel and activation.gated:
+        return fused.activate_halves_backward(da_MK, x_MX, kind=kind)
     if by_kernel:
-        return triton_kernels.activate_backward(da_MK, gate, None, kind=kind)[0]  # type: ignore[no-any-return]
+        return fused.activate_backward(da_MK, x_MX, None, kind=kind)[0]
+    gate, up = activation.halves(x_MX)
     act, slope = ACTIVATIONS[kind]
     dx_MX = x_MX.new_empty(x_MX.shape)
     if up is None:
@@ -141,7 +123,4 @@ def _activated(
         return values(x_MX, activation)
     triton_kernels.check_device(x_MX)
     gate, up = activation.halves(x_MX)
-    found: torch.Tensor | QuantizedTensor = triton_kernels.activate(
-        gate, up, cast, kind=activation.kind
-    )
-    return found
+    return fused.activate(gate, up, cast, kind=activation.kind)

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lowprec.errors import UnsupportedError
 from lowprec.hardware import current
 from lowprec.nn import main_grad
+from lowprec.nn.hooks import hooked
 from lowprec.nn.operands import DGRAD, WGRAD, Which, autocast_dtype
 from lowprec.nn.products import Products
 from lowprec.policy import SKIP, LinearPolicy
@@ -55,11 +56,11 @@ class Linear(torch.nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # nn.Linear's own name
         """Apply the layer; raises UnsupportedError for a shape or dtype that it cannot take."""
-        x = input
-        weight, out_dtype, keep = self._prepared(x)
+        x, bias = input, self.bias
+        weight, out_dtype, keep = self._prepared(x, self.weight, bias)
         x_MK = x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), self.in_features)
         y_MN = _LinearFunction.apply(  # type: ignore[no-untyped-call]
-            x_MK, weight, self.bias, self.lowprec_products, out_dtype, keep
+            x_MK, weight, bias, self.lowprec_products, out_dtype, keep
         )
         # Outside the function: what a custom function returns as a view cannot be changed in place.
         # In two dimensions y_MN is the output, as in nn.Linear: FSDP hangs its hooks on no view.
@@ -67,9 +68,14 @@ class Linear(torch.nn.Linear):
             return cast(torch.Tensor, y_MN)
         return cast(torch.Tensor, y_MN).reshape(*x.shape[:-1], self.out_features)
 
-    def _prepared(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.dtype, tuple[bool, bool]]:
-        """Weight, dtype of the output, and what backward needs: for dgrad and for wgrad."""
-        for tensor in (x, self.weight):
+    def _prepared(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.dtype, tuple[bool, bool]]:
+        """Weight, dtype of the output, and what backward needs: for dgrad and for wgrad.
+
+        weight and bias are the layer's own, which modules find slowly.
+        """
+        for tensor in (x, weight):
             if is_traceable_wrapper_subclass(tensor):
                 raise UnsupportedError(
                     f"linear layer got a {type(tensor).__name__}, but casts read plain ones: "
@@ -81,8 +87,8 @@ class Linear(torch.nn.Linear):
                 f"linear layer with in_features={self.in_features} got an input of shape "
                 f"{tuple(x.shape)}; its last dimension must be {self.in_features}"
             )
-        out_dtype = self._output_dtype(x)
-        products, weight = self.lowprec_products, self.weight
+        out_dtype = _output_dtype(x, weight, bias)
+        products = self.lowprec_products
         training = torch.is_grad_enabled()
         if training and products.untold:
             raise UnsupportedError(
@@ -96,27 +102,28 @@ class Linear(torch.nn.Linear):
             main_grad.check(weight, products.layer)
         return weight, out_dtype, (training and x.requires_grad, for_wgrad)
 
-    def _output_dtype(self, x: torch.Tensor) -> torch.dtype:
-        autocast = autocast_dtype(x)
-        bias_dtype = self.weight.dtype if self.bias is None else self.bias.dtype
-        if autocast is None and not x.dtype == self.weight.dtype == bias_dtype:
-            raise UnsupportedError(
-                f"linear layer got {x.dtype} input for a {self.weight.dtype} weight and a "
-                f"{bias_dtype} bias; convert them to one dtype, or use autocast"
-            )
-        out_dtype = autocast or x.dtype
-        if out_dtype == torch.float16:
-            raise UnsupportedError(
-                "linear layer would give a float16 output, but its products are rounded to "
-                "bfloat16; use bfloat16 or float32, or lowprec.restore this model"
-            )
-        return out_dtype
-
     def extra_repr(self) -> str:
         """nn.Linear's own text and the precision of each product."""
         policy = self.lowprec_products.stage.policy
         products = ", ".join(f"{name}={product}" for name, product in policy.items())
         return f"{super().extra_repr()}, {products}"
+
+
+def _output_dtype(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.dtype:
+    autocast = autocast_dtype(x)
+    bias_dtype = weight.dtype if bias is None else bias.dtype
+    if autocast is None and not x.dtype == weight.dtype == bias_dtype:
+        raise UnsupportedError(
+            f"linear layer got {x.dtype} input for a {weight.dtype} weight and a "
+            f"{bias_dtype} bias; convert them to one dtype, or use autocast"
+        )
+    out_dtype = autocast or x.dtype
+    if out_dtype == torch.float16:
+        raise UnsupportedError(
+            "linear layer would give a float16 output, but its products are rounded to "
+            "bfloat16; use bfloat16 or float32, or lowprec.restore this model"
+        )
+    return out_dtype
 
 
 def is_one_step(
@@ -132,14 +139,14 @@ def is_one_step(
     x = tensors[0]
     if x is None or type(linear) is not Linear:
         return False
-    for one in (*before, linear):
-        if one._forward_hooks or one._forward_pre_hooks:
+    for module in (*before, linear):
+        if hooked(module):
             return False
-        if one._backward_hooks or one._backward_pre_hooks:
+    dtype = x.dtype
+    for one in tensors:
+        if one is not None and one.dtype != dtype:
             return False
-    dtypes = {one.dtype for one in tensors if one is not None}
-    plain = x.dtype in (torch.float32, torch.bfloat16) and autocast_dtype(x) is None
-    return len(dtypes) == 1 and plain
+    return dtype in (torch.float32, torch.bfloat16) and autocast_dtype(x) is None
 
 
 class _LinearFunction(torch.autograd.Function):

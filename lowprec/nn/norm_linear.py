@@ -55,45 +55,53 @@ class NormLinear(nn.Module):
                 f"NormLinear: x is {tuple(x.shape)} {x.dtype}, the residual "
                 f"{tuple(residual.shape)} {residual.dtype}; both must be alike"
             )
-        if not self._is_one_step(x):
-            source = x if residual is None else x + residual
-            y = self.linear(self.norm(source))
-            return y if residual is None else (y, source)
-        return self._one_step(x, residual)
-
-    def _is_one_step(self, x: torch.Tensor) -> bool:
         norm, linear = self.norm, self.linear
-        tensors = (x, norm.weight, getattr(norm, "bias", None), linear.weight, linear.bias)
-        fits = is_one_step(linear, tensors, norm)
-        return fits and x.ndim > 0 and x.shape[-1] == linear.in_features
-
-    def _one_step(
-        self, x: torch.Tensor, residual: torch.Tensor | None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        linear, norm = self.linear, self.norm
+        bias = norm.bias if isinstance(norm, nn.LayerNorm) else None
+        parameters = norm.weight, bias, linear.weight, linear.bias
+        if not is_one_step(linear, (x, *parameters), norm) or not self._fits(x):
+            source = x if residual is None else x + residual
+            y = linear(norm(source))
+            return y if residual is None else (y, source)
         assert isinstance(linear, Linear)
-        weight, out_dtype, (_, for_wgrad) = linear._prepared(x)
-        centered = isinstance(norm, nn.LayerNorm)
-        eps = norm.eps if norm.eps is not None else torch.finfo(torch.float32).eps
-        bias = norm.bias if centered else None
-        before = (x, residual, norm.weight, bias)
-        for_dgrad = torch.is_grad_enabled() and any(
-            one is not None and one.requires_grad for one in before
-        )
-        products = linear.lowprec_products
-        call = _Call(products, Norm(eps, centered), out_dtype, (for_dgrad, for_wgrad))
+        return _one_step(norm, linear, parameters, x, residual)
+
+    def _fits(self, x: torch.Tensor) -> bool:
+        return x.ndim > 0 and x.shape[-1] == self.linear.in_features
+
+
+def _one_step(
+    norm: nn.RMSNorm | nn.LayerNorm,
+    linear: Linear,
+    parameters: tuple[torch.Tensor | None, ...],
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """parameters: weight and bias of the norm and of the linear layer."""
+    norm_weight, norm_bias, weight, bias = parameters
+    assert weight is not None
+    weight, out_dtype, (_, for_wgrad) = linear._prepared(x, weight, bias)
+    eps = norm.eps if norm.eps is not None else torch.finfo(torch.float32).eps
+    before = (x, residual, norm_weight, norm_bias)
+    for_dgrad = torch.is_grad_enabled() and any(
+        one is not None and one.requires_grad for one in before
+    )
+    keep = for_dgrad, for_wgrad
+    centered = isinstance(norm, nn.LayerNorm)
+    call = _Call(linear.lowprec_products, Norm(eps, centered), out_dtype, keep)
+    rows, added = x, residual
+    if x.ndim != 2:
         shape = (x.shape[:-1].numel(), linear.in_features)
-        rows, added = x, residual
-        if x.ndim != 2:
-            rows, added = x.reshape(shape), None if residual is None else residual.reshape(shape)
-        found: Any = _NormLinearFunction.apply(  # type: ignore[no-untyped-call]
-            call, rows, added, norm.weight, bias, weight, linear.bias
-        )
-        if residual is None:
-            y: torch.Tensor = found
-            return y if x.ndim == 2 else y.reshape(*x.shape[:-1], linear.out_features)
-        y_MN, summed = found
-        return y_MN.reshape(*x.shape[:-1], linear.out_features), summed.reshape(x.shape)
+        rows, added = x.reshape(shape), None if residual is None else residual.reshape(shape)
+    found: Any = _NormLinearFunction.apply(  # type: ignore[no-untyped-call]
+        call, rows, added, norm_weight, norm_bias, weight, bias
+    )
+    if x.ndim == 2:
+        return found  # type: ignore[no-any-return]
+    wide = (*x.shape[:-1], linear.out_features)
+    if residual is None:
+        return found.reshape(wide)  # type: ignore[no-any-return]
+    y_MN, summed = found
+    return y_MN.reshape(wide), summed.reshape(x.shape)
 
 
 class _Call(NamedTuple):
@@ -120,11 +128,11 @@ class _NormLinearFunction(torch.autograd.Function):
         ctx.call, ctx.stage = call, products.active
         at = products.now(x_MK)
         which = Which(FPROP, products.active, w_NK.shape[0], ahead=for_dgrad)
-        stage = products.stage
-        ctx.count = 1 + norm.centered if norms.in_kernel(stage) else 0
-        keep = for_wgrad and norms.keeps_codes(stage)
+        inside = products.inside[products.active]
+        ctx.count = 1 + norm.centered if inside.by_kernel else 0
+        keep = for_wgrad and inside.norm_keeps
         if torch.compiler.is_compiling():
-            facts = (keep, stage.turns_x, norm.centered)
+            facts = (keep, products.stage.turns_x, norm.centered)
             where = [*which, ctx.count, *map(int, facts)]
             text = products.wgrad_texts[products.active]
             found = _traced().norm_project(list(tensors), at, products.key, where, text, norm.eps)

@@ -13,11 +13,11 @@ import torch
 from torch.nn import functional
 
 from lowprec.backends import triton_kernels
-from lowprec.formats import Cast
+from lowprec.backends.triton_kernels import fused
 from lowprec.nn.operands import Which, parts_of
 from lowprec.nn.products import Products
 from lowprec.policy import Gemm
-from lowprec.stages import Stage
+from lowprec.tensor import QuantizedTensor
 
 
 class Norm(NamedTuple):
@@ -32,32 +32,6 @@ class Parameters(NamedTuple):
 
     weight: torch.Tensor | None
     bias: torch.Tensor | None
-
-
-def kernel_cast(stage: Stage, product: str, side: int) -> Cast | None:
-    """The cast of an operand that can happen inside the norm by the kernels, or None.
-
-    By row in fprop; by column, from statistics that are known, in wgrad.
-    """
-    gemm = getattr(stage.runs, product)
-    if not isinstance(gemm, Gemm) or gemm.rotation is not None:
-        return None
-    backends, cast = stage.backends[product], (gemm.left, gemm.right)[side]
-    fits = triton_kernels.fits_norm(cast, again=product == "wgrad")
-    return cast if fits and (backends.left, backends.right)[side] == "triton" else None
-
-
-def in_kernel(stage: Stage) -> bool:
-    """Whether the norm of this stage is computed by the kernels, which cast x as well."""
-    gemm = stage.policy.fprop
-    return isinstance(gemm, Gemm) and stage.backends["fprop"].left == "triton"
-
-
-def keeps_codes(stage: Stage) -> bool:
-    """Whether wgrad keeps the codes of x, where no cast of x can happen inside the norm."""
-    quantized = isinstance(stage.policy.wgrad, Gemm)
-    inside = kernel_cast(stage, "fprop", 0) or kernel_cast(stage, "wgrad", 1)
-    return quantized and in_kernel(stage) and inside is None
 
 
 def values(x_MK: torch.Tensor, parameters: Parameters, norm: Norm) -> torch.Tensor:
@@ -80,22 +54,21 @@ def project(
     """y [M, N], then x + residual if there is one, then rstd and mean [M] from the kernels.
 
     tensors: x [M, K], residual, weight and bias of the norm, w [N, K], b [N]. With `keep`, for
-    a stage that keeps_codes, what wgrad needs comes last.
+    a stage whose norm keeps codes, what wgrad needs comes last.
     """
     x_MK, residual, weight, bias, w_NK, b_N = tensors
     assert x_MK is not None
     assert w_NK is not None
-    stage = products.stages[which.stage]
-    cast = kernel_cast(stage, "fprop", 0)
-    if not in_kernel(stage):
+    inside = products.inside[which.stage]
+    if not inside.by_kernel:
         source = x_MK if residual is None else x_MK + residual
         n_MK = values(source, Parameters(weight, bias), norm)
         y_MN = products.run_now(which, n_MK, [w_NK], bias=b_N, at=at)
         return [y_MN] if residual is None else [y_MN, source]
     triton_kernels.check_device(x_MK)
-    done = triton_kernels.normalize(
+    done = fused.normalize(
         x_MK,
-        None if products.monitor else cast,  # what watches wants to see values
+        None if products.monitor else inside.norm,  # what watches wants to see values
         weight=weight,
         bias=bias,
         eps=norm.eps,
@@ -128,12 +101,13 @@ def keep_again(
     assert source is not None
     gemm = products.stages[stage].policy.wgrad
     if statistics:
-        cast = kernel_cast(products.stages[stage], "wgrad", 1)
-        done = triton_kernels.normalized(source, statistics)
-        options = {"weight": weight, "bias": bias}
+        cast = products.inside[stage].norm_again
+        done = fused.normalized(source, statistics)
         if cast is not None and products.monitor is None:
-            return parts_of(triton_kernels.normalize_again(done, cast, axis=-2, **options))
-        n_MK = triton_kernels.normalize_again(done, None, **options)
+            q_MK = fused.normalize_again(done, cast, axis=-2, weight=weight, bias=bias)
+            assert isinstance(q_MK, QuantizedTensor)
+            return parts_of(q_MK)
+        n_MK = fused.normalize_again(done, None, weight=weight, bias=bias)
         assert isinstance(n_MK, torch.Tensor)
     else:
         n_MK = values(source, Parameters(weight, bias), norm)
@@ -153,9 +127,9 @@ def gradient(
     """
     dn_MK, passed = gradients
     if statistics:
-        done = triton_kernels.normalized(source, statistics)
+        done = fused.normalized(source, statistics)
         has_bias = parameters.bias is not None
-        found = triton_kernels.normalize_backward(
+        found = fused.normalize_backward(
             dn_MK, done, weight=parameters.weight, has_bias=has_bias, passed=passed
         )
         return [one for one in found if one is not None]

@@ -66,6 +66,57 @@ def facts_of(stage: Stage) -> tuple[Facts | None, ...]:
     return tuple(found)
 
 
+class Inside(NamedTuple):
+    """What a stage leaves to the kernel that makes x, that of a norm or of an activation; and of w."""
+
+    by_kernel: bool
+    """Whether it is one of ours at all; it casts x as well where it can."""
+    norm: Cast | None
+    """By row, for fprop."""
+    norm_again: Cast | None
+    """By column, for wgrad, from statistics that are known."""
+    gate: Cast | None
+    """By row, for fprop."""
+    norm_keeps: bool
+    """Whether wgrad keeps the codes of x: no cast can happen inside the norm, x is in memory."""
+    gate_keeps: bool
+    """The same behind an activation."""
+    same_weight: bool
+    """Whether fprop and dgrad take the very values of w, in bf16, turned."""
+
+    @classmethod
+    def of(cls, stage: Stage) -> Inside:
+        """From the plan of a stage."""
+        by_row, by_column = _kernel_cast(stage, FPROP, 0), _kernel_cast(stage, WGRAD, 1)
+        same = _same_values(stage)
+        if not isinstance(stage.policy.fprop, Gemm) or stage.backends["fprop"].left != "triton":
+            return cls(False, None, None, None, False, False, same_weight=same)
+        norm = by_row if by_row and triton_kernels.fits_norm(by_row) else None
+        gate = by_row if by_row and triton_kernels.fits_gate(by_row) else None
+        fits_again = by_column and triton_kernels.fits_norm(by_column, again=True)
+        again = by_column if fits_again else None
+        quantized = isinstance(stage.policy.wgrad, Gemm)
+        norm_keeps = quantized and norm is None and again is None
+        gate_keeps = quantized and gate is None
+        return cls(True, norm, again, gate, norm_keeps, gate_keeps, same_weight=same)
+
+
+def _same_values(stage: Stage) -> bool:
+    """Whether w has the same values by row and by column, and enters both products as them."""
+    one, other = (_kernel_cast(stage, product, 1) for product in (FPROP, DGRAD))
+    if one is None or one != other or not one.format.transposable or one.stochastic:
+        return False
+    return all(enters_as_values(stage, PRODUCTS[product], one) for product in (FPROP, DGRAD))
+
+
+def _kernel_cast(stage: Stage, product: int, side: int) -> Cast | None:
+    """The cast of an operand by our kernels that turns nothing first, or None."""
+    gemm, backends = getattr(stage.runs, PRODUCTS[product]), stage.backends.get(PRODUCTS[product])
+    if not isinstance(gemm, Gemm) or backends is None or gemm.rotation is not None:
+        return None
+    return (gemm.left, gemm.right)[side] if getattr(backends, _SIDES[side]) == "triton" else None
+
+
 def enters_as_values(stage: Stage, name: str, cast: Cast) -> bool:
     """Whether an operand that is cast by the kernels enters an emulated product as bf16 values."""
     return stage.backends[name].product == "emulated" and triton_kernels.fits_round_trip(cast)
@@ -139,6 +190,8 @@ class Operands:
     seeds: tuple[int, ...]
     facts: tuple[tuple[Facts | None, ...], ...]
     """By stage and product."""
+    inside: tuple[Inside, ...]
+    """By stage."""
     pairs: dict[tuple[int, int, int], Pair | None]
     """By stage and the two operands, as `cast_both` is asked for them."""
     position: Position
@@ -162,10 +215,13 @@ class Operands:
             return held
         both = None
         ahead = which.ahead and not may_be_gathered()
-        if product == FPROP and ahead and of_dgrad is not None and of_dgrad.reusable:
+        for_both = product == FPROP and ahead and of_dgrad is not None and of_dgrad.reusable
+        if for_both:
             both = self.cast_both((FPROP, 1), (DGRAD, 1), w_NK, at, index)
         if both is None:
             held = self.operand(product, 1, w_NK, at, index)
+            if for_both and self.inside[index].same_weight:
+                self.weights.put(DGRAD, w_NK, index, told, held.mT, ahead=True)
         else:
             held = both[0]
             self.weights.put(DGRAD, w_NK, index, told, both[1].mT, ahead=True)

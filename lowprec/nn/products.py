@@ -23,6 +23,7 @@ from lowprec.nn.operands import (
     FPROP,
     WGRAD,
     Facts,
+    Inside,
     Monitor,
     Operands,
     Pair,
@@ -66,6 +67,7 @@ class Products(Operands):
         self.stages: tuple[Stage, ...] = ()
         self.seeds: tuple[int, ...] = ()
         self.facts: tuple[tuple[Facts | None, ...], ...] = ()
+        self.inside: tuple[Inside, ...] = ()
         self.pairs: dict[tuple[int, int, int], Pair | None] = {}
         self._take(stages, seed)
         self.position = Position()
@@ -80,6 +82,7 @@ class Products(Operands):
         self.stages = (*self.stages, *stages)
         self.seeds = (*self.seeds, *[seed] * len(stages))
         self.facts = (*self.facts, *map(facts_of, stages))
+        self.inside = (*self.inside, *map(Inside.of, stages))
         self.random = tuple(stage.policy.random for stage in self.stages)
         # Text that tracing cannot make by itself.
         self.wgrad_texts = tuple(str(stage.runs.wgrad) for stage in self.stages)

@@ -33,7 +33,7 @@ SOURCES = {
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What is launched, as on a GPU with 132 multiprocessors; nothing runs."""
-    from lowprec.backends.triton_kernels import launch, matrices, pipelined, starting
+    from lowprec.backends.triton_kernels import launch, pipelined, starting
 
     found: list[tuple[Any, ...]] = []
 
@@ -51,10 +51,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     monkeypatch.setattr(triton_kernels, "check_device", lambda x: None)
     monkeypatch.setattr(pipelined, "_major", lambda device: 9)
     monkeypatch.setattr(pipelined, "processors", lambda device: 132)
-    decide = matrices._ready.__wrapped__
-    monkeypatch.setattr(
-        matrices, "_ready", lambda *key: decide(*(-1 if one is None else one for one in key))
-    )
     pipelined.decided.cache_clear()
     return found
 
@@ -103,43 +99,3 @@ def test_square_tiles_share_scales_along_each_contraction(launches: list[Any]) -
     row, column = both(SOURCES["whole"](), ("fp8_128x128", "fp8_128x128"))
     assert row.scales.stride() == (3, 1)
     assert column.mT.scales.stride() == (2, 1)
-
-
-def test_the_compiled_kernel_is_started_from_the_second_time_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from triton import JITFunction
-
-    from lowprec.backends.triton_kernels import starting
-
-    runs: list[tuple[Any, ...]] = []
-
-    class Compiled:
-        function, packed_metadata = "function", "metadata"
-
-        def run(self, *arguments: Any) -> None:
-            runs.append(arguments)
-
-    first: list[Any] = []
-
-    def compile_and_run(*call: Any) -> Compiled:
-        first.append(call)
-        return Compiled()
-
-    kernel = object.__new__(JITFunction)
-    kernel.__dict__.update(fn=len, arg_names=["t", "n", "WIDTH"], pre_run_hooks=[])
-    monkeypatch.setattr(starting, "_direct", True)
-    monkeypatch.setattr(starting, "_through_triton", compile_and_run)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
-    ready = starting.Launch(kernel, 5, (33,), {"WIDTH": 8, "num_warps": 4}, -1)
-    tensors = [torch.zeros(4) for _ in range(3)]
-    for one in tensors:
-        ready.start(one)
-    assert [call[2] for call in first] == [(tensors[0], 33)]
-    want = [(5, 1, 1, 7, "function", "metadata", None, None, None, t, 33, 8) for t in tensors[1:]]
-    assert [run[:9] + run[10:] for run in runs] == [run[:9] + run[10:] for run in want]
-    assert [run[9] is one for run, one in zip(runs, tensors[1:], strict=True)] == [True] * 2
-    kernel.pre_run_hooks.append(print)  # somebody wants to hear of every launch
-    ready.start(tensors[0])
-    assert len(first) == 2

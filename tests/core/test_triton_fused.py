@@ -11,7 +11,6 @@ from lowprec.backends import triton_kernels
 from lowprec.errors import UnsupportedError
 from lowprec.formats import Cast
 from lowprec.hardware import NAMED
-from lowprec.nn import gates, norms
 from lowprec.rng import RandomStream
 from lowprec.rotation import Rotation, rotate
 from tests.core.kernel_cases import assert_same, data, gaussian, inside, law, needs_triton, poison
@@ -156,8 +155,8 @@ def test_norm_linear_by_the_kernels(
     assert "casts by triton" in str(plan)
     lowprec.apply(module, plan)
     products = module.linear.lowprec_products
-    assert norms.in_kernel(products.stage)
-    assert norms.keeps_codes(products.stage) == (not inside_the_norm)
+    assert products.inside[0].by_kernel
+    assert products.inside[0].norm_keeps == (not inside_the_norm)
     x, residual, passed = (gaussian(40, 64, seed=s).bfloat16() for s in (1, 2, 3))
     x.requires_grad_()
     y, summed = module(x, residual)
@@ -343,8 +342,8 @@ def test_gated_linear_by_the_kernels(
     plan = lowprec.plan(module, lowprec.load_recipe("mxfp8"), hardware=NAMED["h200"])
     lowprec.apply(module, plan)
     products = module.linear.lowprec_products
-    assert norms.in_kernel(products.stage)
-    assert gates.keeps_codes(products.stage) == (proven == "nothing")
+    assert products.inside[0].by_kernel
+    assert products.inside[0].gate_keeps == (proven == "nothing")
     x = gaussian(40, 128 if gated else 64, seed=1).bfloat16().requires_grad_()
     dy = gaussian(40, 32, seed=4).bfloat16()
     y = module(x)

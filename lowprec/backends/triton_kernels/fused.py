@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,8 +17,7 @@ WIDEST = 16384
 KINDS = ("silu", "gelu", "gelu_tanh")
 
 
-@dataclass(frozen=True)
-class Normalized:
+class Normalized(NamedTuple):
     """The result of a norm, and what its backward needs.
 
     result: the codes along the last axis, or the values in the dtype of x without a cast. source:
@@ -62,10 +61,10 @@ def normalize(
     if x.shape[-1] > WIDEST:
         raise UnsupportedError(f"norm over {x.shape[-1]} columns: at most {WIDEST} are supported")
     flat, other = _flat(x), None if residual is None else _flat(residual)
-    text = "" if cast is None else str(cast)
+    text = "" if cast is None else cast.text
     out = list(_ops(flat).norm_cast(flat, other, weight, bias, eps, centered, text))
     rstd, mean = out.pop(0), out.pop(0) if centered else None
-    source = x if residual is None else out.pop(0).view(x.shape)
+    source = x if residual is None else _like(out.pop(0), x)
     return Normalized(_result(out, x, cast), source, mean, rstd)
 
 
@@ -88,10 +87,10 @@ def normalize_both(
     for cast in casts:
         _check_blocks(cast, "norm")
     flat, other = _flat(x), None if residual is None else _flat(residual)
-    texts = str(casts[0]), str(casts[1])
+    texts = casts[0].text, casts[1].text
     out = list(_ops(flat).norm_both(flat, other, weight, bias, eps, centered, *texts))
     rstd, mean = out.pop(0), out.pop(0) if centered else None
-    source = x if residual is None else out.pop(0).view(x.shape)
+    source = x if residual is None else _like(out.pop(0), x)
     rows, cols = flat.shape
     codes, scales, codes_t, scales_t = out
     row = QuantizedTensor(
@@ -120,15 +119,17 @@ def normalize_again(
     rows = flat.shape[0]
     if cast is not None:
         _check_blocks(cast, "norm")
-    text = "" if cast is None else str(cast)
+    text = "" if cast is None else cast.text
     row, column = (text, "") if axis == -1 else ("", text)
     out = _ops(flat).norm_again(flat, weight, bias, done.mean, done.rstd, row, column)
     if cast is None:
         values: torch.Tensor = out[0]
         return values
+    codes, scales = out
     if axis == -1:
-        return QuantizedTensor(out[0], out[1], cast.format, -1)
-    return QuantizedTensor(out[0][:, :rows].mT, out[1], cast.format, -2)
+        return QuantizedTensor(codes, scales, cast.format, -1)
+    codes = codes if codes.shape[1] == rows else codes[:, :rows]
+    return QuantizedTensor(codes.mT, scales, cast.format, -2)
 
 
 def normalize_backward(
@@ -148,7 +149,7 @@ def normalize_backward(
     out = list(
         _ops(flat).norm_backward(_flat(dy), flat, weight, done.mean, done.rstd, skipped, has_bias)
     )
-    dx = out.pop(0).view(done.source.shape)
+    dx = _like(out.pop(0), done.source)
     return dx, None if weight is None else out.pop(0), out.pop(0) if has_bias else None
 
 
@@ -164,7 +165,7 @@ def activate(
     if kind not in KINDS:
         raise UnsupportedError(f"activation {kind!r} is not one of {', '.join(KINDS)}")
     other = None if up is None else _flat(up)
-    text = "" if cast is None else str(cast)
+    text = "" if cast is None else cast.text
     return _result(list(_ops(gate).gate_cast(_flat(gate), other, kind, text)), gate, cast)
 
 
@@ -174,7 +175,7 @@ def activate_backward(
     """Gradients of gate and up."""
     other = None if up is None else _flat(up)
     out = _ops(gate).gate_backward(_flat(dy), _flat(gate), other, kind)
-    return out[0].view(gate.shape), None if up is None else out[1].view(gate.shape)
+    return _like(out[0], gate), None if up is None else _like(out[1], gate)
 
 
 def activate_halves_backward(
@@ -182,7 +183,7 @@ def activate_halves_backward(
 ) -> torch.Tensor:
     """Gradient of gate and up side by side, [..., 2C], as one tensor; dy is [..., C]."""
     out: torch.Tensor = _ops(both).gate_backward_halves(_flat(dy), _flat(both), kind)
-    return out.view(both.shape)
+    return _like(out, both)
 
 
 def check(x: torch.Tensor, cast: Cast | None, what: str) -> None:
@@ -203,26 +204,38 @@ def _check_blocks(cast: Cast, what: str) -> None:
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
     """x as [R, C] with unit stride along C."""
-    flat = x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    return flat if flat.stride(-1) == 1 else flat.contiguous()
+    x = x.detach() if x.requires_grad else x
+    if x.ndim != 2:
+        x = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _like(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """`out` [rows, C] with the shape of x, whose leading axes are joined in it."""
+    return out if x.ndim == 2 else out.view(x.shape)
 
 
 def _result(
     out: list[torch.Tensor], x: torch.Tensor, cast: Cast | None
 ) -> QuantizedTensor | torch.Tensor:
     if cast is None:
-        return out[0].view(x.shape)
+        return _like(out[0], x)
     codes, scales = out
-    return QuantizedTensor(codes.view(x.shape), _per_row(scales, x), cast.format, -1)
+    return QuantizedTensor(_like(codes, x), _per_row(scales, x), cast.format, -1)
 
 
 def _per_row(scales: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Scales [rows, blocks] with the leading axes of x."""
-    return scales.reshape(*x.shape[:-1], scales.shape[-1])
+    return scales if x.ndim == 2 else scales.reshape(*x.shape[:-1], scales.shape[-1])
 
 
 def _ops(x: torch.Tensor) -> Any:
+    return _launch().ops_for(x)
+
+
+@cache
+def _launch() -> Any:
     from lowprec.backends.triton_kernels import gate_ops, launch, norm_ops  # register the ops
 
     del gate_ops, norm_ops
-    return launch.ops_for(x)
+    return launch

@@ -10,7 +10,7 @@ import triton
 from lowprec.backends.triton_kernels import gates, launch
 from lowprec.backends.triton_kernels.launch import LIBRARY, stored_as
 from lowprec.backends.triton_kernels.norm_ops import coded, parts, shared_unit, too_wide, units_of
-from lowprec.backends.triton_kernels.starting import start
+from lowprec.backends.triton_kernels.starting import repeated, start
 
 _VALUES: Final = 4096
 """Values of a tile: 32 a thread of four warps."""
@@ -31,6 +31,7 @@ def _gate_cast_fake(
     return coded(gate, cast)
 
 
+@repeated
 def gate_cast(
     gate: torch.Tensor, up: torch.Tensor | None, kind: str, cast: str
 ) -> list[torch.Tensor]:
@@ -78,6 +79,7 @@ def _gate_backward_fake(
     return [torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(count)]
 
 
+@repeated
 def gate_backward(
     dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor | None, kind: str
 ) -> list[torch.Tensor]:
@@ -96,10 +98,15 @@ def _gate_backward_halves_fake(dy: torch.Tensor, both: torch.Tensor, kind: str) 
 
 def gate_backward_halves(dy: torch.Tensor, both: torch.Tensor, kind: str) -> torch.Tensor:
     """`gate_backward` of gate and up side by side, [R, 2C], into one matrix like them."""
+    return _gate_backward_halves(dy, both, kind)[0]
+
+
+@repeated
+def _gate_backward_halves(dy: torch.Tensor, both: torch.Tensor, kind: str) -> list[torch.Tensor]:
     out = _gate_backward_halves_fake(dy, both, kind)
     (gate, up), (dgate, dup) = both.chunk(2, 1), out.chunk(2, 1)
     _backward(dy, (gate, up), (dgate, dup), kind)
-    return out
+    return [out]
 
 
 def _backward(

@@ -17,7 +17,7 @@ import torch
 import triton
 
 from lowprec.backends.triton_kernels import draws, tiles
-from lowprec.backends.triton_kernels.starting import start
+from lowprec.backends.triton_kernels.starting import repeated, start
 from lowprec.backends.triton_kernels.views import NEAREST, Draws
 from lowprec.formats import Cast
 
@@ -240,6 +240,7 @@ def _cast_tiles_fake(x: torch.Tensor, row: str, column: str) -> list[torch.Tenso
     return outputs(x, row, column)
 
 
+@repeated
 def _cast_tiles(x: torch.Tensor, row: str, column: str) -> list[torch.Tensor]:
     out = outputs(x, row, column)
     if x.numel() == 0:

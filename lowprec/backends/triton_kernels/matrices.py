@@ -1,4 +1,4 @@
-"""Both casts of a matrix as a layer makes them in every step: what its shape decides, decided once.
+"""Both casts of a matrix as a layer makes them in every step, with little to do for the host.
 
 Finding launch shapes, outputs and the compiled kernel anew takes the host longer than many of these
 casts take the GPU.
@@ -7,68 +7,44 @@ casts take the GPU.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from lowprec.backends.triton_kernels import launch, pipeline, pipelined, spans
+from lowprec.backends.triton_kernels import launch, pipelined, spans
 from lowprec.backends.triton_kernels.span_ops import MAXIMUM_TILE
-from lowprec.backends.triton_kernels.starting import Launch, Tiled
+from lowprec.backends.triton_kernels.starting import repeated, start
 from lowprec.formats import ALL, Cast
 from lowprec.tensor import QuantizedTensor
 
 
-class _Room(NamedTuple):
-    """An output: what is allocated, and the shape of what of it is used, in the same strides."""
+class _Kind(NamedTuple):
+    """Whether one scale is the whole tensor's; whether both casts have the same square blocks, and
+    so the same scales."""
 
-    held: tuple[int, int]
-    strides: tuple[int, int]
-    dtype: torch.dtype
-    used: tuple[int, int]
-
-    def make(self, device: torch.device) -> torch.Tensor:
-        out = torch.empty_strided(self.held, self.strides, dtype=self.dtype, device=device)
-        return out if self.used == self.held else out[: self.used[0], : self.used[1]]
-
-
-class _Ready(NamedTuple):
-    launch: Launch
-    maximum: Launch | None
-    """Of the kernel before it, where one scale is the whole tensor's."""
-    rooms: tuple[_Room, ...]
-    """Codes by row and by column, scales by row and, unless they are the tensor's, by column."""
-    tiles: tuple[tuple[Any, ...], ...]
-    """What follows the tensor in a Tiled of the source, of the codes, of the transposed codes."""
+    whole: bool
     square: bool
-    """Whether both casts have the same square blocks, and so the same scales."""
 
 
 def cast_both(
     x: torch.Tensor, row: Cast, column: Cast
 ) -> tuple[QuantizedTensor, QuantizedTensor] | None:
     """x [R, C] cast to nearest along C and along R by the pipelined kernel; None if it cannot."""
-    if x.data_ptr() % 16:
+    row_text, column_text = row.text, column.text
+    kind = _kind(row_text, column_text)
+    if kind is None:
         return None
-    device = x.device
-    ready = _ready(x.shape, x.stride(), x.dtype, device.index, row.text, column.text)
-    if ready is None:
+    amax = torch.zeros(1, dtype=torch.int32, device=x.device) if kind.whole else None
+    out = _cast(x, amax, row_text, column_text)
+    if not out:
         return None
-    codes, codes_t, *scales = [room.make(device) for room in ready.rooms]
-    amax = None
-    if ready.maximum is not None:
-        amax = torch.zeros(1, dtype=torch.int32, device=device)
-        ready.maximum.start(x, amax)
-    source, across, down = ready.tiles
-    ready.launch.start(
-        Tiled(x, *source),
-        Tiled(codes, *across),
-        Tiled(codes_t, *down),
-        scales[0],
-        scales[-1],
-        *pipelined.PLAIN,
-        amax,
-    )
-    if ready.square:  # either holds the numbers; products read them along the contraction
+    codes, codes_t, *scales = out
+    rows, cols = x.shape
+    if codes.shape[1] != cols:
+        codes = codes[:, :cols]
+    if codes_t.shape[0] != rows:
+        codes_t = codes_t[:rows]
+    if kind.square:  # either holds the numbers; products read them along the contraction
         scales.reverse()
     return (
         QuantizedTensor(codes, scales[0], row.format, -1),
@@ -76,66 +52,57 @@ def cast_both(
     )
 
 
-@lru_cache(maxsize=1024)
-def _ready(
-    shape: torch.Size,
-    strides: tuple[int, int],
-    dtype: torch.dtype,
-    device: int | None,
-    row: str,
-    column: str,
-) -> _Ready | None:
+@lru_cache(maxsize=256)
+def _kind(row: str, column: str) -> _Kind | None:
+    """None for casts that the kernel does not make."""
     casts = Cast.parse(row), Cast.parse(column)
     whole = row == column and casts[0].format.block == (ALL, ALL)
-    if device is None or 0 in shape or not pipelined.takes_matrix(shape, strides, dtype, device):
-        return None
     if not whole and any(ALL in cast.format.block or cast.format.outer for cast in casts):
         return None
     if not pipelined.has_elements(row, column) or any(cast.stochastic for cast in casts):
         return None
-    (rows, cols), pitch, pitch_t = shape, launch.padded(shape[1]), launch.padded(shape[0])
-    found = pipelined.decided((rows, cols), dtype.itemsize, row, column, device)
-    tile, turned = [found.tile_r, found.tile_c], [found.tile_c, found.tile_r]
-    tiles = (
-        ([rows, cols], list(strides), tile, pipelined.layout(dtype.itemsize, tile[1])),
-        ([rows, pitch], [pitch, 1], tile, pipelined.layout(1, tile[1])),
-        ([cols, pitch_t], [pitch_t, 1], turned, pipelined.layout(1, turned[1])),
+    return _Kind(whole, row == column and casts[0].format.transposable)
+
+
+@repeated
+def _cast(x: torch.Tensor, amax: torch.Tensor | None, row: str, column: str) -> list[torch.Tensor]:
+    """Codes by row and by column, scales by row and, unless they are the tensor's, by column.
+
+    amax: zero, int32 [1], where one scale is the whole tensor's. Codes may have more columns, and
+    those by column more rows, than x [R, C]. Nothing for an x that the copy engine cannot move.
+    """
+    data, (rows, cols), device = x[None], x.shape, x.get_device()
+    if 0 in x.shape or not pipelined.takes_matrix(x.shape, x.stride(), x.dtype, device):
+        return []
+    if x.data_ptr() % 16:
+        return []
+    if amax is None:
+        out = launch.outputs(data, row, column)
+        pipelined.cast(data, row, column, out)
+        codes, scales, codes_t, scales_t = (one[0] for one in out)
+        return [codes, codes_t.mT, scales.mT, scales_t]
+    _maximum(data, amax)
+    codes, codes_t = (
+        torch.empty(shape, dtype=torch.uint8, device=x.device)
+        for shape in ((rows, launch.padded(cols)), (cols, launch.padded(rows)))
     )
-    rooms = (
-        _Room((rows, pitch), (pitch, 1), torch.uint8, (rows, cols)),
-        _Room((pitch_t, cols), (1, pitch_t), torch.uint8, (rows, cols)),
-        *(_scale_rooms(rows, cols, row, column) if not whole else [_ONE]),
+    scale = torch.empty((1, 1), dtype=torch.float32, device=x.device)
+    every = [one[None] for one in (codes, scale, codes_t, scale)]
+    pipelined.cast(data, row, column, every, amax=amax)
+    return [codes, codes_t.mT, scale]
+
+
+def _maximum(data: torch.Tensor, amax: torch.Tensor) -> None:
+    source, (tile_r, tile_c) = launch.Source.of(data), MAXIMUM_TILE
+    start(
+        spans.whole_maximum,
+        source.programs(tile_r, tile_c),
+        data,
+        amax,
+        *source.extents,
+        UNIT=source.unit,
+        TILE_R=tile_r,
+        TILE_C=tile_c,
+        WIDE=source.wide(tile_r, tile_c),
+        INTEGER=False,
     )
-    kernel = pipeline.cast_tiles_pipelined
-    start = Launch(kernel, found.programs, found.numbers, found.constants, device)
-    maximum = _maximum(rows, cols, strides[0], device) if whole else None
-    square = row == column and casts[0].format.transposable
-    return _Ready(start, maximum, rooms, tiles, square)
-
-
-_ONE: Final = _Room((1, 1), (1, 1), torch.float32, (1, 1))
-
-
-def _scale_rooms(rows: int, cols: int, row: str, column: str) -> list[_Room]:
-    """In the order of blocks by column, transposed by row; see launch.outputs."""
-    rooms = []
-    for by_column, spec in enumerate(launch.specs_of(row, column)):
-        assert spec is not None
-        count = -(-rows // spec.block_r), -(-cols // spec.block_c)
-        along = (count[1], 1) if by_column else (1, count[0])
-        rooms.append(_Room(count, along, torch.uint8 if spec.e8m0 else torch.float32, count))
-    return rooms
-
-
-def _maximum(rows: int, cols: int, pitch: int, device: int) -> Launch:
-    meta = torch.empty_strided((1, rows, cols), (0, pitch, 1), device="meta")
-    source, (tile_r, tile_c) = launch.Source.of(meta), MAXIMUM_TILE
-    constants = {
-        "UNIT": source.unit,
-        "TILE_R": tile_r,
-        "TILE_C": tile_c,
-        "WIDE": source.wide(tile_r, tile_c),
-        "INTEGER": False,
-    }
-    programs = source.programs(tile_r, tile_c)
-    return Launch(spans.whole_maximum, programs, source.extents, constants, device)

@@ -22,7 +22,7 @@ from lowprec.backends.triton_kernels.launch import (
     tile_shape,
     warps_for,
 )
-from lowprec.backends.triton_kernels.starting import start
+from lowprec.backends.triton_kernels.starting import repeated, start
 
 
 def shared_unit(*matrices: torch.Tensor | None) -> int:
@@ -126,6 +126,7 @@ def backward_tile(cols: int, *, centered: bool) -> tuple[int, int, int, int]:
     return 1, tile_c, warps_for(2 * tile_c), 4 if centered or tile_c > 2048 else 6
 
 
+@repeated
 def norm_cast(
     x: torch.Tensor,
     residual: torch.Tensor | None,
@@ -223,14 +224,31 @@ def norm_backward(
     has_bias: bool,
 ) -> list[torch.Tensor]:
     """See norm.norm_backward_rows."""
-    out = _norm_gradients(x, weight, has_bias)
+    dx, *partial = _norm_backward_parts(dy, x, weight, mean, rstd, passed, has_bias)
+    return [dx, *(one.sum(0) for one in partial)]
+
+
+@repeated
+def _norm_backward_parts(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+    passed: torch.Tensor | None,
+    has_bias: bool,
+) -> list[torch.Tensor]:
+    """dx, then what each program sums for dweight and for dbias, float32 [programs, C]."""
     integer, (rows, cols) = launch.INTEGER, x.shape
-    if x.numel() == 0:
-        return [out[0], *(t.zero_() for t in out[1:])]
-    tile_r, tile_c, warps, each = backward_tile(cols, centered=mean is not None)
+    tile_r, tile_c, warps, each = backward_tile(max(cols, 1), centered=mean is not None)
     programs = min(-(-rows // tile_r), each * _processors(x.device))
-    shape = (programs, cols)
-    partial = [torch.empty(shape, dtype=torch.float32, device=x.device) for _ in out[1:]]
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    partial = [
+        torch.empty((programs, cols), dtype=torch.float32, device=x.device)
+        for _ in range((weight is not None) + has_bias)
+    ]
+    if x.numel() == 0:
+        return [dx, *partial]
     unit = shared_unit(dy, x, passed)
 
     start(
@@ -242,7 +260,7 @@ def norm_backward(
         mean,
         rstd,
         _raw(passed),
-        _raw(out[0]),
+        _raw(dx),
         partial[0] if weight is not None else None,
         partial[-1] if has_bias else None,
         rows,
@@ -258,7 +276,7 @@ def norm_backward(
         INTEGER=integer,
         num_warps=warps,
     )
-    return [out[0], *(one.sum(0) for one in partial)]
+    return [dx, *partial]
 
 
 LIBRARY.define(
@@ -291,6 +309,7 @@ def band_shape(cols: int, row: Spec | None, column: Spec) -> tuple[int, int, boo
     return tall, 256 if tall == 32 else 128, False
 
 
+@repeated
 def norm_both(
     x: torch.Tensor,
     residual: torch.Tensor | None,
@@ -385,6 +404,7 @@ def _norm_again_fake(
     return [one[0] for one in launch.outputs(x[None], row, column)]
 
 
+@repeated
 def norm_again(
     x: torch.Tensor,
     weight: torch.Tensor | None,
