@@ -439,6 +439,7 @@ BUDGET: dict[str, tuple[str, Callable[[], None], int, float]] = {
     "both 1x32 sr": ("tiles.cast_tiles", lambda: random_cast("mxfp8:sr", "mxfp8:sr"), 255, 126),
     "words": ("draws.fill_words", words, 40, 13),
     "norm backward": ("norm.norm_backward_rows", lambda: norm_backward(2048), 144, 35),
+    "sums of programs": ("norm.sum_programs", lambda: norm_backward(2048), 56, 22),
     "silu gate": ("gates.gate_tiles", lambda: gated("silu"), 56, 35),
     "gelu gate": ("gates.gate_tiles", lambda: gated("gelu"), 104, 54),
     "gate backward": ("gates.gate_backward_tiles", gate_backward, 144, 34),
@@ -450,15 +451,17 @@ def recorded(
     kernel: str, launch: Callable[[], None], capability: int, monkeypatch: pytest.MonkeyPatch
 ) -> Recorder:
     """What `launch` launches the kernel with on such a GPU; nothing runs."""
-    from lowprec.backends.triton_kernels import norm_ops, pipelined, spans, streamed
+    from lowprec.backends.triton_kernels import norm, norm_ops, pipelined, spans, streamed
 
     monkeypatch.setattr(pipelined, "processors", lambda device: 132)
     monkeypatch.setattr(pipelined, "_major", lambda device: capability // 10)
     monkeypatch.setattr(norm_ops, "_processors", lambda device: 132)
     pipelined.decided.cache_clear()
     monkeypatch.setattr(streamed, "_processors", lambda device: 132)
-    for name in ("partial_maxima", "encode_spans"):
-        monkeypatch.setattr(spans, name, Recorder(getattr(spans, name)))
+    others = [(spans, "partial_maxima"), (spans, "encode_spans")]
+    others += [(norm, "norm_backward_rows"), (norm, "sum_programs")]
+    for module, name in others:
+        monkeypatch.setattr(module, name, Recorder(getattr(module, name)))
     module_name, _, name = kernel.partition(".")
     module = importlib.import_module(f"lowprec.backends.triton_kernels.{module_name}")
     found = getattr(module, name)
@@ -473,6 +476,8 @@ def elements(recorder: Recorder) -> int:
     options = recorder.options
     if "TILE_R" in options:
         return int(options["TILE_R"] * options.get("TILE_C", options.get("COLS")))
+    if "TILE_P" in options:
+        return int(options["TILE_P"] * options["TILE_C"])
     if "NB" in options:
         return int(options["TILE_M"] * options["NB"] * 32)
     if "CALLS" in options:

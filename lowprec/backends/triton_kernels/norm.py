@@ -365,3 +365,17 @@ def norm_backward_rows(
         tl.store(dweight + own, tl.sum(of_weight, 0), mask=c < cols)
     if dbias is not None:
         tl.store(dbias + own, tl.sum(of_bias, 0), mask=c < cols)
+
+
+@triton.jit(do_not_specialize=["programs", "cols"])
+def sum_programs(parts, total, programs, cols, TILE_P: tl.constexpr, TILE_C: tl.constexpr):
+    """Add up float32 parts [programs, cols], such as norm_backward_rows leaves, in one order."""
+    c = tl.program_id(0) * TILE_C + tl.arange(0, TILE_C)
+    found = tl.zeros([TILE_P, TILE_C], tl.float32)
+    first = 0
+    while first < programs:
+        p = first + tl.arange(0, TILE_P)
+        inside = (p < programs)[:, None] & (c < cols)[None, :]
+        found += tl.load(parts + p[:, None] * cols + c[None, :], mask=inside, other=0.0)
+        first += TILE_P
+    tl.store(total + c, tl.sum(found, 0), mask=c < cols)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
 import torch
 import triton
@@ -126,6 +126,10 @@ def backward_tile(cols: int, *, centered: bool) -> tuple[int, int, int, int]:
     return 1, tile_c, warps_for(2 * tile_c), 4 if centered or tile_c > 2048 else 6
 
 
+_SUMMED: Final = (256, 16)
+"""Programs and columns of a tile of their sums: many loads in flight, whole sectors of memory."""
+
+
 @repeated
 def norm_cast(
     x: torch.Tensor,
@@ -224,8 +228,11 @@ def norm_backward(
     has_bias: bool,
 ) -> list[torch.Tensor]:
     """See norm.norm_backward_rows."""
-    dx, *partial = _norm_backward_parts(dy, x, weight, mean, rstd, passed, has_bias)
-    return [dx, *(one.sum(0) for one in partial)]
+    if x.numel() == 0:
+        dx, *sums = _norm_gradients(x, weight, has_bias)
+        return [dx, *(one.zero_() for one in sums)]
+    count = 1 + (weight is not None) + has_bias
+    return _norm_backward_parts(dy, x, weight, mean, rstd, passed, has_bias)[:count]
 
 
 @repeated
@@ -238,17 +245,12 @@ def _norm_backward_parts(
     passed: torch.Tensor | None,
     has_bias: bool,
 ) -> list[torch.Tensor]:
-    """dx, then what each program sums for dweight and for dbias, float32 [programs, C]."""
+    """dx, dweight, dbias, and what each program summed for these, float32 [programs, C]."""
     integer, (rows, cols) = launch.INTEGER, x.shape
-    tile_r, tile_c, warps, each = backward_tile(max(cols, 1), centered=mean is not None)
+    tile_r, tile_c, warps, each = backward_tile(cols, centered=mean is not None)
     programs = min(-(-rows // tile_r), each * _processors(x.device))
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    partial = [
-        torch.empty((programs, cols), dtype=torch.float32, device=x.device)
-        for _ in range((weight is not None) + has_bias)
-    ]
-    if x.numel() == 0:
-        return [dx, *partial]
+    dx, *sums = _norm_gradients(x, weight, has_bias)
+    partial = [torch.empty((programs, cols), dtype=torch.float32, device=x.device) for _ in sums]
     unit = shared_unit(dy, x, passed)
 
     start(
@@ -276,7 +278,19 @@ def _norm_backward_parts(
         INTEGER=integer,
         num_warps=warps,
     )
-    return [dx, *partial]
+    for total, parts_of_it in zip(sums, partial, strict=True):
+        start(
+            norm.sum_programs,
+            -(-cols // _SUMMED[1]),
+            parts_of_it,
+            total,
+            programs,
+            cols,
+            TILE_P=_SUMMED[0],
+            TILE_C=_SUMMED[1],
+            num_warps=8,
+        )
+    return [dx, *sums, *partial]
 
 
 LIBRARY.define(
