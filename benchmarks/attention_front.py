@@ -1,16 +1,18 @@
 """Speed of the pass before attention, alone and with all around it, on a GPU, as JSON lines.
 
-    python benchmarks/attention_front.py [--quick] [--tune] [--out FILE]
+    python benchmarks/attention_front.py [--quick] [--tune {front,streams}] [--out FILE]
 
 "front": norm and rotary embedding of q and k (131072 tokens of 128 jagged sequences, 8 heads), in
 bf16 and into 8 bits with v, against the same in PyTorch, eager and compiled, of sines and cosines
 that are there. "whole": from the tokens through the projection to q, k, v (torch, bf16) to what
 attention gives, forward: front and attention by kernels in 8 bits and in bf16, against the same
 projection, a front in PyTorch and the attention of our bf16 kernels, of varlen_attn, of cuDNN.
-All are compared with the law first. --tune times candidate shapes of the kernels for short keys,
-blocks and few queries, through the kernels themselves, whether they are proven or not. `of_copy` is
-the bytes that must be read and written over median time and the copy bandwidth of the run; `tflops`
-counts the projection and two products; `times_faster` is a median over that of 8 bits, ours.
+All are compared with the law first. --tune times candidate shapes, through the kernels themselves,
+whether they are proven or not: front, of the pass into 8 bits and of the cast of v, each compared
+with the shape that is in use, bit by bit; streams, of the kernels for short keys, blocks and few
+queries. `of_copy` is the bytes that must be read and written over median time and the copy
+bandwidth of the run; `tflops` counts the projection and two products; `times_faster` is a median
+over that of 8 bits, ours.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from lowprec.attention_policy import ATTENTION_BF16  # noqa: E402
 from lowprec.backends.triton_kernels import (  # noqa: E402
     attention_block_ops,
     attention_cross_ops,
+    attention_fp8_ops,
     attention_fronted,
     attention_ops,
     attention_project_ops,
@@ -51,6 +54,17 @@ FORMS = {
     "norm": Front(1e-6, None),
 }
 HEADS = 8
+# Tokens of a tile, heads of a program, stages, warps; most registers of a thread (0: no bound).
+# Bounded so two programs of 8 warps fit on a multiprocessor, with about 30 registers spilled.
+SHAPES = (
+    ((128, 8, 3, 16), 0),
+    ((128, 4, 3, 16), 0),
+    ((128, 8, 4, 16), 0),
+    ((128, 8, 3, 32), 0),
+    ((128, 8, 3, 8), 128),
+    ((128, 4, 3, 8), 128),
+    ((128, 8, 2, 8), 128),
+)
 Pair = tuple[torch.Tensor, torch.Tensor]
 Line = tuple[Case, dict[str, Any], float]
 
@@ -223,6 +237,48 @@ def streams(problem: Problem) -> Iterator[tuple[Case, list[int]]]:
             yield case("attend, few", lambda: ops._forward(one, o, lse)), [chunk, stages]
 
 
+def exact(codes: Any, problem: Problem) -> list[torch.Tensor]:
+    """What encoded wrote: codes of tokens, and scales of the tiles that there are."""
+    cu = problem.tensors[5].tolist()
+    tiles = [cu[b] // 128 + b + t for b, n in enumerate(problem.keys) for t in range(-(-n // 128))]
+    places, tokens = torch.tensor(tiles, device="cuda"), cu[-1]
+    scales = [one[:, places] for one in (codes.scales_q, codes.scales_k, codes.scales_v)]
+    return [codes.q[:tokens], codes.k[:tokens], codes.v[:, places], *scales]
+
+
+def front_shapes(problem: Problem, form: str) -> Iterator[tuple[Case, list[int]]]:
+    """Candidate shapes of the pass into 8 bits: of q and k with v, then of v alone."""
+    front, weights, one = FORMS[form], weights_of(problem), given(problem, NATIVE)
+    ops: Any = attention_project_ops
+    size, constants = problem.tensors[0].nbytes, ops._constants
+
+    def encoded() -> Any:
+        return ops.encoded(one, front, weights, "rceil", turn="for registers")
+
+    def checked(shape: list[int]) -> None:
+        for got, want in zip(exact(encoded(), problem), wanted, strict=True):
+            if not torch.equal(got, want):
+                raise SystemExit(f"{form}, {shape}: other bits than those of the shape in use")
+
+    wanted = exact(encoded(), problem)
+    for shape, registers in SHAPES:
+        ops.CAST[problem.width] = ops.Shape(*shape)
+        bound = {"maxnreg": registers} if registers else {}
+        ops._constants = lambda *of, bound=bound: constants(*of) | bound
+        checked([*shape, registers])
+        case = Case(f"front, {form}", "forward", "e4m3", encoded, 3 * size + 3 * size // 2)
+        yield case, [*shape, registers]
+    ops._constants = constants
+    of_v: Any = attention_fp8_ops
+    for warps in (8, 16, of_v.WARPS):
+        of_v.WARPS = warps
+        checked([warps])
+        alone: Callable[[], Any] = lambda: of_v.encode(  # noqa: E731
+            one.v, one.cu_k, "rceil", turn="for registers"
+        )
+        yield Case("v", "forward", "e4m3", alone, 3 * size // 2), [warps]
+
+
 def measured(*, quick: bool) -> Iterator[Line]:
     """Every case with what its line says besides, and its times, one problem after the other."""
     repetitions = 7 if quick else 20
@@ -257,13 +313,17 @@ def measured_whole(problem: Problem, form: str, repetitions: int) -> Iterator[Li
         yield case, facts | speeds, median
 
 
-def tuned() -> Iterator[Line]:
+def tuned(which: str) -> Iterator[Line]:
     """The same of candidate shapes; each is run alone, because shapes are those of a module."""
-    for problem in problems(quick=True):
-        if problem.bound == "memory":
-            for case, shape in streams(problem):
-                facts = {"problem": problem.name, "head_dim": problem.width, "shape": shape}
-                yield case, facts, statistics.median(timed([case], 10)[0])
+    lengths = drawn_lengths("uniform", 128, 100, 1948)
+    if which == "front":
+        pairs = [(Problem("jagged", lengths, lengths, HEADS, 128), next(iter(FORMS)))]
+    else:
+        pairs = [(one, "") for one in problems(quick=True) if one.bound == "memory"]
+    for problem, form in pairs:
+        for case, shape in front_shapes(problem, form) if form else streams(problem):
+            facts = {"problem": problem.name, "head_dim": problem.width, "shape": shape}
+            yield case, facts, statistics.median(timed([case], 10)[0])
 
 
 def main() -> None:
@@ -272,13 +332,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="fewer forms, 7 repetitions")
-    parser.add_argument("--tune", action="store_true", help="time candidate shapes instead")
+    parser.add_argument(
+        "--tune", choices=("front", "streams"), help="time candidate shapes instead"
+    )
     parser.add_argument("--out", type=Path, help="file for the JSON lines; else they are printed")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     speed = copy_speed(10)
     facts = machine() | {"copy_tb_per_s": round(speed / 1e9, 3)}
-    for case, more, median in tuned() if arguments.tune else measured(quick=arguments.quick):
+    lines = tuned(arguments.tune) if arguments.tune else measured(quick=arguments.quick)
+    for case, more, median in lines:
         line = {
             "op": case.op,
             "direction": case.direction,

@@ -6,6 +6,7 @@ on a multiprocessor as registers and shared memory allow.
 
 from __future__ import annotations
 
+import collections
 import importlib.util
 import os
 import re
@@ -118,6 +119,15 @@ def resident(kernel: Recorder, compiled: Any, resources: dict[str, int]) -> int:
     return min(REGISTERS // registers, SHARED // (compiled.metadata.shared + 1024))
 
 
+def order_of_sums(compiled: Any) -> set[str]:
+    """How the threads of a warp share the tiles of which rows are added up."""
+    source = compiled.asm["ttgir"]
+    sums = re.findall(r"\(tensor<\d+x\d+xf32, (#\w+)>\) -> tensor<\d+xf32, #ttg\.slice", source)
+    shared = r"sizePerThread = \[\d+, \d+\], threadsPerWarp = \[\d+, \d+\]"
+    layouts = dict(re.findall(rf"(#\w+) = #ttg\.blocked<\{{({shared})", source))
+    return {layouts[name] for name in sums}
+
+
 @pytest.mark.parametrize("capability", [90, pytest.param(100, marks=SLOW)])
 @pytest.mark.parametrize(
     ("form", "width"),
@@ -149,6 +159,7 @@ def test_the_pass_before_attention(
     one = given(4096, 4096, width)
     attention_project_ops.fronted(one, FORMS[form], weights)
     compiled, resources = held(kernels["project"], tmp_path, capability)
+    order = order_of_sums(compiled)
     if capability == 90 and form == "halves" and width >= 64:
         ahead = (attention_project_ops.WRITE[128].stages - 1) * 32 * min(width, 128) * 2
         assert resident(kernels["project"], compiled, resources) * ahead >= IN_FLIGHT
@@ -156,7 +167,29 @@ def test_the_pass_before_attention(
     held(kernels["project_backward"], tmp_path, capability)
     if width <= 128:
         attention_project_ops.encoded(one, FORMS[form], weights, "rceil")
-        held(kernels["project"], tmp_path, capability)
+        compiled, _ = held(kernels["project"], tmp_path, capability)
+        assert order_of_sums(compiled) == order or width < 48
+
+
+def test_codes_take_few_instructions(kernels: dict[str, Recorder], tmp_path: Path) -> None:
+    """Loads of whole sectors, two values a conversion, and a loop that is not long for 32 values.
+
+    Of a program of 16 warps: 32 values of a thread in each head.
+    """
+    from lowprec.backends.triton_kernels import attention_project_ops
+
+    one, weights = given(4096, 4096, 128), (torch.empty(128), torch.empty(128))
+    attention_project_ops.encoded(one, FORMS["halves"], weights, "rceil")
+    compiled, _ = held(kernels["project"], tmp_path)
+    assert kernels["project"].options["num_warps"] == 16
+    counted, _ = disassembled(compiled, tmp_path)
+    kinds = collections.Counter[str]()
+    for name, times in counted.items():
+        kinds[name.split(".")[0]] += times
+    assert kinds["F2F"] == 0
+    assert kinds["F2FP"] == 32
+    assert sum(kinds.values()) <= 1350
+    assert order_of_sums(compiled) == {"sizePerThread = [1, 8], threadsPerWarp = [4, 8]"}
 
 
 @pytest.mark.parametrize(("source", "found"), [("%rs1", 1), ("%rs2", 0)])

@@ -28,11 +28,10 @@ class Shape(NamedTuple):
     warps: int
 
 
-# By the head dim: other ones need the registers of fewer warps.
-CAST: Final = {128: Shape(BLOCK, 4, 3, 16)}
-CAST_OTHER: Final = Shape(BLOCK, 4, 3, 8)
-# By the power of two that holds the head dim.
+# By the power of two that holds the head dim. CAST: 32 values of a thread at the most, with sines
+# and cosines in as many registers, for all heads of a program.
 _UP_TO_128: Final = (16, 32, 64, 128)
+CAST: Final = dict.fromkeys(_UP_TO_128, Shape(BLOCK, 8, 3, 8)) | {128: Shape(BLOCK, 8, 3, 16)}
 WRITE: Final = dict.fromkeys(_UP_TO_128, Shape(32, 8, 3, 4)) | {256: Shape(16, 8, 3, 4)}
 BACK: Final = dict.fromkeys(_UP_TO_128, Shape(32, 8, 2, 8)) | {256: Shape(16, 8, 2, 8)}
 
@@ -173,7 +172,7 @@ def fronted(one: Any, front: Front, weights: Weights) -> tuple[torch.Tensor, tor
 def encoded(one: Any, front: Front, weights: Weights, rule: str, *, turn: str = "tile") -> Codes:
     """q', k' and v in E4M3, of one pass over each; turn: of v, see attention_fp8.encode_pair."""
     padded = triton.next_power_of_2(one.width)
-    shape, found = CAST.get(one.width, CAST_OTHER), []
+    shape, found = CAST[padded], []
     sides = _sides(one, weights, BLOCK)
     for side in sides:
         tokens, heads, _ = side.x.shape
