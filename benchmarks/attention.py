@@ -108,7 +108,9 @@ def measure(
         errors["triton fp8"] = check(problem, NATIVE)
         runs.append(("triton fp8", *ours(problem, NATIVE)))
         runs.append(("triton fp8, S and dP of codes", *ours(problem, CODES)))
+        errors["triton fp8, S and dP of codes"] = check(problem, CODES)
         runs.append(("triton fp8, of codes", of_codes(problem), None))
+        errors["triton fp8, of codes"] = errors["triton fp8"]
     if not arguments.no_peers:
         runs += peers(problem)
     for index, direction in ((1, "forward"), (2, "backward")):

@@ -120,12 +120,19 @@ def ours(problem: Problem, policy: AttentionPolicy = ATTENTION_BF16) -> tuple[Ru
 
 
 def of_codes(problem: Problem) -> Run:
-    """The forward pass alone, of codes that are there: what a projection that casts leaves."""
+    """The forward pass alone, of codes that are there: what a projection that casts leaves.
+
+    Ends the run unless it has the bits of the one that casts.
+    """
     q, k, v, _, cu_q, cu_k = problem.tensors
     one = attention_ops.given((q, k, v), (cu_q, cu_k), None, problem.call, NATIVE)
     o, lse = torch.empty_like(one.q), torch.empty(q.shape[1], len(q), device="cuda")
     qkv = attention_stream_ops.sources(one, one.native)
-    return lambda: attention_stream_ops.attend(one, one.native, qkv, o, lse)
+    run = lambda: attention_stream_ops.attend(one, one.native, qkv, o, lse)  # noqa: E731
+    run()
+    if not torch.equal(o, ours(problem, NATIVE)[0]()[0]):
+        raise SystemExit(f"{problem.name}: attention of codes is not the one that casts")
+    return run
 
 
 def check(problem: Problem, policy: AttentionPolicy = ATTENTION_BF16) -> dict[str, float]:

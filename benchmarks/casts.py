@@ -37,15 +37,20 @@ LAUNCHES = 4
 
 
 def timed(cases: list[Case], repetitions: int, launches: int = 1) -> list[list[float]]:
-    """Milliseconds of each case, interleaved; the mean of `launches` in a row after one more."""
+    """Milliseconds of each case, interleaved; the mean of `launches` in a row after one more.
+
+    The order turns with every repetition: what comes first finds another clock than what follows.
+    """
     times: list[list[float]] = [[] for _ in cases]
     for case in cases:
         for _ in range(2):
             case.run()
-    for _ in range(repetitions):
-        marks = []
+    for repetition in range(repetitions):
+        marks = {}
         torch.cuda._sleep(PAUSE)
-        for case in cases:
+        for index in range(len(cases)):
+            number = (index + repetition) % len(cases)
+            case = cases[number]
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             if launches > 1:
                 case.run()
@@ -53,10 +58,10 @@ def timed(cases: list[Case], repetitions: int, launches: int = 1) -> list[list[f
             for _ in range(launches):
                 case.run()
             end.record()
-            marks.append((start, end))
+            marks[number] = start, end
         torch.cuda.synchronize()
-        for one, (start, end) in zip(times, marks, strict=True):
-            one.append(start.elapsed_time(end) / launches)
+        for number, (start, end) in marks.items():
+            times[number].append(start.elapsed_time(end) / launches)
     return times
 
 
