@@ -72,7 +72,8 @@ def test_values_enter_and_not_codes(monkeypatch: pytest.MonkeyPatch) -> None:
         ],
     )
     model(x).sum().backward()
-    assert sorted(taken) == sorted([(512, 256)] * 2 + [(64, 512)] * 2)
+    # w once for fprop and dgrad: by tiles it has the same values both ways.
+    assert sorted(taken) == sorted([(512, 256)] + [(64, 512)] * 2)
 
 
 def test_codes_decode_by_the_kernel_in_a_product() -> None:
