@@ -5,7 +5,8 @@
 Histories of 16 to 2000 items, heads of 128: causal self attention, attention pooled by a few
 queries, and candidates that attend to the pool. The label of a candidate: whether it is among the
 last 12 items that the user saw. Linear layers run by BF16 autocast in both arms. One JSON line an
-arm and seed, then the difference; step times are medians of wall clock, eager.
+arm and seed, appended as it comes, then the differences; step times are medians of wall clock,
+eager. On a fresh machine kernels are compiled first, for about a minute.
 """
 
 from __future__ import annotations
@@ -156,16 +157,24 @@ def main() -> None:
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     facts = machine()._asdict() | {"hardware": str(machine().hardware)} if device == "cuda" else {}
-    lines = []
+
+    def write(line: dict[str, Any]) -> None:
+        """At once: a run that is cut short leaves what it has."""
+        text = json.dumps(line | {"machine": facts}) + "\n"
+        print(text, end="", flush=True)
+        if arguments.out is not None:
+            with arguments.out.open("a", encoding="utf-8") as file:
+                file.write(text)
+
+    apart = []
     for seed in range(arguments.seeds):
-        lines += [train(arm, seed, arguments.steps, device) for arm in ARMS]
-    final = {(one["arm"], one["seed"]): one["held_out_loss"] for one in lines}
-    apart = [final[ARMS[1], seed] - final[ARMS[0], seed] for seed in range(arguments.seeds)]
-    lines.append({"held_out_minus_bf16": [round(one, 5) for one in apart]})
-    text = "".join(json.dumps(line | {"machine": facts}) + "\n" for line in lines)
-    print(text, end="")
-    if arguments.out is not None:
-        arguments.out.write_text(text, encoding="utf-8")
+        final = {}
+        for arm in ARMS:
+            line = train(arm, seed, arguments.steps, device)
+            final[arm] = line["held_out_loss"]
+            write(line)
+        apart.append(round(final[ARMS[1]] - final[ARMS[0]], 5))
+    write({"held_out_minus_bf16": apart})
 
 
 if __name__ == "__main__":
