@@ -15,6 +15,7 @@ import argparse
 import hashlib
 import json
 import math
+import random
 import statistics
 import subprocess
 import sys
@@ -39,17 +40,17 @@ LAUNCHES = 4
 def timed(cases: list[Case], repetitions: int, launches: int = 1) -> list[list[float]]:
     """Milliseconds of each case, interleaved; the mean of `launches` in a row after one more.
 
-    The order turns with every repetition: what comes first finds another clock than what follows.
+    Every repetition has its own order: what comes first finds another clock than what follows.
     """
     times: list[list[float]] = [[] for _ in cases]
     for case in cases:
         for _ in range(2):
             case.run()
-    for repetition in range(repetitions):
+    order = random.Random(0)
+    for _ in range(repetitions):
         marks = {}
         torch.cuda._sleep(PAUSE)
-        for index in range(len(cases)):
-            number = (index + repetition) % len(cases)
+        for number in order.sample(range(len(cases)), len(cases)):
             case = cases[number]
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             if launches > 1:

@@ -91,6 +91,7 @@ def dry() -> Iterator[None]:
         (starting, "_through_triton", lambda kernel, programs, given, more: compiled(given)),
         (starting, "_ready", {}),
         (starting, "_known", {}),
+        (starting, "_repeats", lambda x: True),
         (torch.cuda, "current_device", lambda: -1),
         (torch._C, "_cuda_getCurrentRawStream", lambda device: 0),
         (launch, "may_pipeline", lambda x: True),
@@ -104,6 +105,9 @@ def dry() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for where, name, value in replaced:
             stack.enter_context(mock.patch.object(where, name, value, create=True))
+        # What is decided for this machine stays neither here nor there.
+        pipelined.decided.cache_clear()
+        stack.callback(pipelined.decided.cache_clear)
         yield
 
 

@@ -149,6 +149,9 @@ def _casts(operand: str, stage: Stage, work: Work) -> Iterator[Kernel]:
     (n, k), rows = work.shape, work.rows
     sizes = {"x": (rows, k), "w": (n, k), "dy": (rows, n)}[operand]
     share = 1 / work.micro_batches if operand == "w" else 1.0
+    if operand == "w" and _same_values(stage):
+        yield Kernel("round trip", "row", sizes, CAST, share)
+        return
     texts = []
     for place, (name, side) in zip(("row", "column"), _USES[operand], strict=True):
         product = getattr(stage.runs, name)
@@ -161,6 +164,20 @@ def _casts(operand: str, stage: Stage, work: Work) -> Iterator[Kernel]:
         texts.append(text)
     if texts != ["-", "-"]:
         yield Kernel("cast", " | ".join(texts), sizes, CAST, share)
+
+
+def _same_values(stage: Stage) -> bool:
+    """Whether fprop and dgrad, emulated, take one tensor of bf16 values of w."""
+    found = []
+    for name in PRODUCTS[:2]:
+        gemm, backends = getattr(stage.runs, name), stage.backends.get(name)
+        if not isinstance(gemm, Gemm) or backends is None or gemm.rotation is not None:
+            return False
+        if backends.product != "emulated" or backends.right != "triton":
+            return False
+        found.append(gemm.right)
+    one, other = found
+    return one == other and one.format.transposable and triton_kernels.fits_round_trip(one)
 
 
 def _norm(stage: Stage, work: Work, *, fused: bool) -> Iterator[Kernel]:
@@ -195,7 +212,9 @@ def _norm_casts(stage: Stage) -> tuple[Cast, ...]:
 
 
 def _kept_bytes(policy: LinearPolicy, work: Work) -> int:
-    """Bytes that forward leaves for backward: x for wgrad, and the codes of a cast weight."""
+    """Bytes that forward leaves for backward: x for wgrad, and a cast weight, as codes for fprop
+    and dgrad or, of square blocks in emulated products, as bf16 values for both: as many bytes.
+    """
     (n, k), total = work.shape, 0.0
     wgrad: Any = policy.wgrad
     converted = policy.quantizes

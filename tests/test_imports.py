@@ -202,7 +202,7 @@ KERNELS = {
     "launch": "draws tiles views pipelined starting",
     "pipelined": "launch norm_pipeline pipeline starting",
     "span_ops": "launch pipelined spans starting",
-    "matrices": "launch pipelined span_ops spans starting",
+    "matrices": "launch pipelined span_ops starting",
     "value_ops": "launch values starting",
     "rotate_ops": "butterfly launch starting views",
     "norm_ops": "launch norm pipelined starting streamed",

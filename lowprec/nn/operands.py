@@ -67,7 +67,8 @@ def facts_of(stage: Stage) -> tuple[Facts | None, ...]:
 
 
 class Inside(NamedTuple):
-    """What a stage leaves to the kernel that makes x, that of a norm or of an activation; and of w."""
+    """What a stage leaves to kernels: what happens to x where a norm or an activation makes it, and
+    to w."""
 
     by_kernel: bool
     """Whether it is one of ours at all; it casts x as well where it can."""

@@ -35,6 +35,13 @@ class Gpu:
         return SimpleNamespace(function=name, packed_metadata=(), run=run)
 
 
+class Everything(set[int]):
+    """Calls of which each has come before."""
+
+    def __contains__(self, one: object) -> bool:
+        return True
+
+
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     from lowprec.backends.triton_kernels import launch, norm_ops, pipelined, starting, streamed
@@ -42,7 +49,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     found = Gpu()
     monkeypatch.setattr(starting, "_direct", True)
     monkeypatch.setattr(starting, "_ready", {})
+    monkeypatch.setattr(starting, "_repeats", lambda x: True)
     monkeypatch.setattr(starting, "_known", {})
+    monkeypatch.setattr(starting, "_met", Everything())
     monkeypatch.setattr(starting, "_through_triton", found.through_triton)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
@@ -238,6 +247,24 @@ def test_other_layouts_and_numbers_are_decided_anew(gpu: Gpu) -> None:
     assert len(gpu.compiled) == 7
     assert all(len(one) == 1 for one in again)
     assert len({str(one) for one in again}) == len(cases) - 1
+
+
+def test_what_comes_once_is_not_remembered(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jagged batches have another number of rows at every step."""
+    from lowprec.backends.triton_kernels import gate_ops, starting
+
+    monkeypatch.setattr(starting, "_met", set())
+    for rows in range(1, 40):
+        gate_ops.gate_cast(matrix(rows), None, "silu", "mxfp8")
+    assert not starting._known
+    for known, started in ((1, 1), (1, 1)):  # decided once more, then repeated
+        gpu.started.clear()
+        gate_ops.gate_cast(matrix(7), None, "silu", "mxfp8")
+        assert (len(starting._known), len(gpu.started)) == (known, started)
+    monkeypatch.setattr(starting, "_MET", 50)
+    for rows in range(40, 80):
+        gate_ops.gate_cast(matrix(rows), None, "silu", "mxfp8")
+    assert len(starting._met) <= 50
 
 
 def test_tensors_in_one_another_are_never_repeated(gpu: Gpu) -> None:

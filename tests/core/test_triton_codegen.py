@@ -328,6 +328,18 @@ BUDGET: dict[str, tuple[str, Callable[[], None], int, float]] = {
         255,
         19.5,
     ),
+    "row 1x128, column 128x128": (
+        "pipeline.cast_tiles_pipelined",
+        lambda: pipelined(WIDE, SQUARE),
+        255,
+        19,
+    ),
+    "row 1x32, column 128x128": (
+        "pipeline.cast_tiles_pipelined",
+        lambda: pipelined(MX, SQUARE),
+        255,
+        24,
+    ),
     "both float32": (
         "pipeline.cast_tiles_pipelined",
         lambda: pipelined(MX, MX, torch.float32),
@@ -490,6 +502,7 @@ def elements(recorder: Recorder) -> int:
 ALSO = ("row 1x32 float32", "row 1x128", "both 128x128", "both float32", "rmsnorm 1024")
 ALSO += ("layernorm both 2048", "rmsnorm both 256", "rht16", "rht128", "rht32 mxfp4 sr")
 ALSO += ("rht32 column sr", "row 32x32 sr", "both 1x32 sr", "row 128x128, ragged")
+ALSO += ("row 1x32, column 128x128",)
 ALSO += ("both 1x128, ragged", "decode 128x128, ragged", "round trip 128x128, ragged")
 CASES = [pytest.param(c, marks=[pytest.mark.slow] if c in ALSO else []) for c in BUDGET]
 
@@ -507,3 +520,23 @@ def test_kernels_stay_within_their_budget(
     assert resources["LOCAL"] == 0
     assert resources["REG"] <= registers
     assert each <= instructions
+
+
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [(MX, MX), ("", MX), ("", WIDE), *[pytest.param(SQUARE, SQUARE, marks=pytest.mark.slow)]],
+)
+def test_as_many_programs_fit_a_multiprocessor_as_are_started(
+    row: str, column: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A persistent program that waits for another to end leaves its tiles to the end."""
+    from lowprec.backends.triton_kernels import pipelined as launches
+
+    kernel = "pipeline.cast_tiles_pipelined"
+    recorder = recorded(kernel, lambda: pipelined(row, column), 90, monkeypatch)
+    compiled = recorder.compile(90)
+    _, resources = disassembled(compiled, tmp_path)
+    shape = launches.shape_for(launches._specs(row, column), 2, 9)
+    registers = -(-resources["REG"] // 8) * 8 * 32 * shape.warps
+    assert shape.per_processor * (compiled.metadata.shared + 1024) <= 228 * 1024
+    assert shape.per_processor * registers <= 65536

@@ -31,6 +31,23 @@ def test_random_words_are_those_of_the_stream(shape: tuple[int, ...]) -> None:
     assert torch.equal(got, STREAM.words_like(torch.empty(shape)))
 
 
+@inside
+def test_nothing_at_all_is_cast_as_often_as_one_likes() -> None:
+    """Calls that start no kernel are not repeated as if they ran on a GPU."""
+    from lowprec.backends.triton_kernels import gate_ops, norm_ops
+
+    empty = torch.empty(0, 64).bfloat16()
+    weight = torch.ones(64).bfloat16()
+    for _ in range(3):
+        assert triton_kernels.quantize(empty, MX, axis=-1).codes.shape == (0, 64)
+        out = norm_ops.norm_cast(empty, None, weight, None, 1e-6, False, "mxfp8")
+        assert [len(one) for one in out] == [0, 0, 0]
+        dx, dweight = norm_ops.norm_backward(empty, empty, weight, None, out[0], None, False)
+        assert dx.shape == (0, 64)
+        assert torch.equal(dweight, torch.zeros(64))
+        assert gate_ops.gate_cast(empty, None, "silu", "")[0].shape == (0, 64)
+
+
 ROTATED = [
     *[("rht32", text) for text in ("mxfp8", "mxfp8:sr")],
     *[("rht16:none", "mxfp4:sr"), ("rht64:seeded", "mxfp8:sr"), ("rht128", "mxfp8_1x128")],

@@ -335,7 +335,7 @@ def attention_backward(
     """dq, dk, dv and dbias; see lowprec.attention_call."""
     one = given((q, k, v), (cu_q, cu_k), bias, call, policy)
     if one.native and one.native.rounded:
-        streams = attention_stream_ops.takes_backward(one._replace(native=None))
+        streams = attention_stream_ops.takes_backward_of_copies(one)
         one = attention_round_ops.rounded(one, codes=streams)
     do = lined(do)
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))

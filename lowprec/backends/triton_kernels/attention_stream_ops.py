@@ -43,6 +43,11 @@ class Source(NamedTuple):
 
 def takes(one: Any) -> bool:
     """Whether these kernels compute a call (attention_ops.Given)."""
+    return _takes_call(one) and all(_regular(t) for t in (one.q, one.k, one.v))
+
+
+def _takes_call(one: Any) -> bool:
+    """`takes` but for how q, k and v lie in memory."""
     return (
         not launch.INTEGER
         and one.q.is_cuda
@@ -52,13 +57,18 @@ def takes(one: Any) -> bool:
         and one.bias is None
         and one.kind in ("softmax", "gelu", "silu")
         and one.k.shape[0] > 0
-        and all(_regular(t) for t in (one.q, one.k, one.v))
     )
 
 
 def takes_backward(one: Any) -> bool:
     """Whether these kernels compute the gradients of a call: those of a softmax, in bf16."""
     return one.native is None and one.kind == "softmax" and takes(one)
+
+
+def takes_backward_of_copies(one: Any) -> bool:
+    """`takes_backward` of a softmax once q, k and v are contiguous copies."""
+    small = all(t.numel() < 2**31 for t in (one.q, one.k, one.v))
+    return one.kind == "softmax" and small and _takes_call(one)
 
 
 def _regular(x: torch.Tensor) -> bool:

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from lowprec.backends.triton_kernels import launch, pipelined, spans
-from lowprec.backends.triton_kernels.span_ops import MAXIMUM_TILE
-from lowprec.backends.triton_kernels.starting import repeated, start
+from lowprec.backends.triton_kernels import launch, pipelined
+from lowprec.backends.triton_kernels.span_ops import raise_to_maximum
+from lowprec.backends.triton_kernels.starting import repeated
 from lowprec.formats import ALL, Cast
 from lowprec.tensor import QuantizedTensor
 
@@ -32,7 +32,7 @@ def cast_both(
     """x [R, C] cast to nearest along C and along R by the pipelined kernel; None if it cannot."""
     row_text, column_text = row.text, column.text
     kind = _kind(row_text, column_text)
-    if kind is None:
+    if kind is None or x.data_ptr() % 16:
         return None
     amax = torch.zeros(1, dtype=torch.int32, device=x.device) if kind.whole else None
     out = _cast(x, amax, row_text, column_text)
@@ -74,14 +74,12 @@ def _cast(x: torch.Tensor, amax: torch.Tensor | None, row: str, column: str) -> 
     data, (rows, cols), device = x[None], x.shape, x.get_device()
     if 0 in x.shape or not pipelined.takes_matrix(x.shape, x.stride(), x.dtype, device):
         return []
-    if x.data_ptr() % 16:
-        return []
     if amax is None:
         out = launch.outputs(data, row, column)
         pipelined.cast(data, row, column, out)
         codes, scales, codes_t, scales_t = (one[0] for one in out)
         return [codes, codes_t.mT, scales.mT, scales_t]
-    _maximum(data, amax)
+    raise_to_maximum(data, amax)
     codes, codes_t = (
         torch.empty(shape, dtype=torch.uint8, device=x.device)
         for shape in ((rows, launch.padded(cols)), (cols, launch.padded(rows)))
@@ -90,19 +88,3 @@ def _cast(x: torch.Tensor, amax: torch.Tensor | None, row: str, column: str) -> 
     every = [one[None] for one in (codes, scale, codes_t, scale)]
     pipelined.cast(data, row, column, every, amax=amax)
     return [codes, codes_t.mT, scale]
-
-
-def _maximum(data: torch.Tensor, amax: torch.Tensor) -> None:
-    source, (tile_r, tile_c) = launch.Source.of(data), MAXIMUM_TILE
-    start(
-        spans.whole_maximum,
-        source.programs(tile_r, tile_c),
-        data,
-        amax,
-        *source.extents,
-        UNIT=source.unit,
-        TILE_R=tile_r,
-        TILE_C=tile_c,
-        WIDE=source.wide(tile_r, tile_c),
-        INTEGER=False,
-    )

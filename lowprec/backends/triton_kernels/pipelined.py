@@ -30,7 +30,7 @@ class Shape(NamedTuple):
 
 # The fastest on an H200 of those tried: benchmarks/casts.py times what is chosen here.
 BOTH: Final = Shape(128, 128, 2, 1, 8, 4, 2)
-COLUMN: Final = Shape(128, 128, 2, 1, 8, 4, 3)
+COLUMN: Final = Shape(128, 128, 3, 1, 8, 4, 2)
 BOTH_FLOAT32: Final = Shape(128, 64, 2, 1, 8, 4, 2)
 TALL: Final = Shape(128, 128, 3, 2, 8, 8, 1)
 TALL_FLOAT32: Final = Shape(128, 128, 2, 1, 8, 8, 1)
@@ -100,20 +100,20 @@ def _specs(row: str, column: str) -> tuple[Spec | None, Spec]:
     return spec_of(row, by_column=False) if row else None, spec_of(column, by_column=True)
 
 
-def shape_for(specs: tuple[Spec | None, Spec], itemsize: int, major: int, *, simple: bool) -> Shape:
+def shape_for(specs: tuple[Spec | None, Spec], itemsize: int, major: int) -> Shape:
     """Launch shape of a cast on a GPU of this major capability.
 
     Blocks of 128 need tiles of 128, and where they would spill registers more warps as well.
-    simple: the copy engine brings tiles that no norm changes, so that three programs fit.
     """
     found = [one for one in specs if one is not None]
     widest = max(max(one.block_r, one.block_c) for one in found)
     if itemsize == 4:
         return TALL_FLOAT32 if widest > 32 else BOTH_FLOAT32
     square = all(one.block_r == one.block_c for one in found)
-    if widest > 32 and major != 9 and specs[0] is not None and not square:
+    narrow = any(max(one.block_r, one.block_c) == 32 for one in found)
+    if widest > 32 and specs[0] is not None and not square and (major != 9 or narrow):
         return TALL
-    return COLUMN if specs[0] is None and simple else BOTH
+    return BOTH if specs[0] is not None or widest > 32 else COLUMN
 
 
 @cache
@@ -156,14 +156,12 @@ def cast(
     amax: the bits of the largest magnitude, for casts with one scale for the whole tensor.
     """
     _, rows, cols = x.shape
-    by_engine = _engine_takes(x, (rows, cols))
-    simple = by_engine and norm is PLAIN
-    found = decided((rows, cols), x.element_size(), row, column, x.device.index, simple, shape)
+    found = decided((rows, cols), x.element_size(), row, column, x.device.index, shape)
     codes_t, scales_t = out[-2:]
     start(
         pipeline.cast_tiles_pipelined,
         found.programs,
-        tiled(x[0], found.tile_r, found.tile_c) if by_engine else x,
+        tiled(x[0], found.tile_r, found.tile_c) if _engine_takes(x, (rows, cols)) else x,
         tiled(out[0][0], found.tile_r, found.tile_c) if row else None,
         tiled(codes_t[0], found.tile_c, found.tile_r),
         out[1] if row else None,
@@ -192,16 +190,12 @@ def decided(
     row: str,
     column: str,
     device: int,
-    simple: bool,
     shape: Shape | None = None,
 ) -> Decided:
-    """The launch of `cast` for a matrix [rows, columns] of elements of `itemsize` bytes.
-
-    simple: see shape_for.
-    """
+    """The launch of `cast` for a matrix [rows, columns] of elements of `itemsize` bytes."""
     (rows, cols), specs = extents, _specs(row, column)
     row_unit, col_unit = math.gcd(rows, 16), math.gcd(cols, 16)
-    chosen = shape or shape_for(specs, itemsize, _major(device), simple=simple)
+    chosen = shape or shape_for(specs, itemsize, _major(device))
     row_tiles, col_tiles = -(-rows // chosen.tile_r), -(-cols // chosen.tile_c)
     programs = min(row_tiles * col_tiles, processors(device) * chosen.per_processor)
     constants = {

@@ -12,7 +12,7 @@ from lowprec.blocks import float_scales
 from lowprec.formats import ALL, Cast
 
 _WHOLE_ROW = 16384
-MAXIMUM_TILE = (8, 1024)
+_MAXIMUM_TILE = (8, 1024)
 
 
 def free_scales(x: torch.Tensor, cast: Cast, *, by_column: bool, integer: bool) -> torch.Tensor:
@@ -135,6 +135,23 @@ def outputs(x: torch.Tensor, cast: Cast, *, by_column: bool) -> list[torch.Tenso
     return [torch.empty(s, dtype=t, device=x.device) for s, t in zip(shapes, types, strict=True)]
 
 
+def raise_to_maximum(x: torch.Tensor, amax: torch.Tensor) -> None:
+    """Raise amax, int32 [1], to the bits of the largest magnitude of x [B, R, C]."""
+    source, tile = Source.of(x), _MAXIMUM_TILE
+    start(
+        spans.whole_maximum,
+        source.programs(*tile),
+        x,
+        amax,
+        *source.extents,
+        UNIT=source.unit,
+        TILE_R=tile[0],
+        TILE_C=tile[1],
+        WIDE=source.wide(*tile),
+        INTEGER=False,
+    )
+
+
 LIBRARY.define("cast_tensor_both(Tensor x, str cast) -> Tensor[]")
 
 
@@ -152,19 +169,7 @@ def _cast_tensor_both(x: torch.Tensor, text: str) -> list[torch.Tensor]:
         from lowprec.backends.triton_kernels import pipelined
 
         amax = torch.zeros(1, dtype=torch.int32, device=x.device)
-        source, tile = Source.of(x), MAXIMUM_TILE
-        start(
-            spans.whole_maximum,
-            source.programs(*tile),
-            x,
-            amax,
-            *source.extents,
-            UNIT=source.unit,
-            TILE_R=tile[0],
-            TILE_C=tile[1],
-            WIDE=source.wide(*tile),
-            INTEGER=False,
-        )
+        raise_to_maximum(x, amax)
         pipelined.cast(x, text, text, [codes, scale, codes_t, scale], amax=amax)
         return [codes, codes_t, scale]
     cast = Cast.parse(text)

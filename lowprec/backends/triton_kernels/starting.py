@@ -132,8 +132,11 @@ Body = Callable[..., list[torch.Tensor]]
 _known: dict[tuple[Any, ...], _Call] = {}
 _CALLS: Final = 1024
 """Calls that are remembered; full, the memory starts anew."""
-_PLACES: Final = 128
-"""The same of the addresses of a tensor in tiles."""
+_met: set[int] = set()
+"""Hashes of calls that came once: what never comes again is not worth remembering."""
+_MET: Final = 65536
+_PLACES: Final = 16
+"""Addresses of a tensor in tiles that are remembered."""
 
 
 def repeated(body: Body) -> Body:
@@ -143,13 +146,15 @@ def repeated(body: Body) -> Body:
     what is launched. It returns new tensors, of memory that is theirs alone, and fills them by
     `start` from its arguments and from nothing else: it computes nothing by torch, and what it
     decides follows from its numbers and from the layout of its tensors. Alike are tensors of the
-    same shape, strides, dtype and device that start equally far from a multiple of 16 bytes.
+    same shape, strides, dtype and device that start equally far from a multiple of 16 bytes. What
+    comes a second time is remembered, so that lengths which change with every step cost nothing.
     """
     count = sum("torch.Tensor" in kind for kind in body.__annotations__.values()) - 1  # the result
 
     @functools.wraps(body)
     def call(*arguments: Any) -> list[torch.Tensor]:
-        if not _direct or _heard.launches is not None:  # inside another, as a part of it
+        # Inside another it is a part of that.
+        if _heard.launches is not None or not _repeats(arguments[0]):
             return body(*arguments)
         key, sources, places = [body, arguments[count:]], [], []
         for one in arguments[:count]:
@@ -164,6 +169,11 @@ def repeated(body: Body) -> Body:
         found = _known.get(alike)
         if found is not None and not found.heard():
             return found.run(sources[0].device, places)
+        if found is None and hash(alike) not in _met:
+            if len(_met) >= _MET:
+                _met.clear()
+            _met.add(hash(alike))
+            return body(*arguments)
         _heard.launches = []
         try:
             out = body(*arguments)
@@ -177,6 +187,11 @@ def repeated(body: Body) -> Body:
         return out
 
     return call
+
+
+def _repeats(x: torch.Tensor) -> bool:
+    """Whether what is started for such a tensor can be started again without Triton's launcher."""
+    return _direct and x.is_cuda
 
 
 class _Started(NamedTuple):
