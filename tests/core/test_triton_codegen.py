@@ -98,9 +98,25 @@ def describe(value: Any, *, constexpr: bool) -> tuple[str, bool, bool]:
     return f"tensordesc<{kind}{list(value.block_shape)},{value.layout!r}>", False, False
 
 
+def stale(ptx: str) -> list[str]:
+    """Words {w, f(w)} of a pair w of 8-bit codes that a conversion made, such as {w, w >> 8}.
+
+    ptxas of CUDA 12.8 and 12.9 compiles them so that f reads w before the conversion writes it.
+    """
+    pairs = re.findall(r"cvt\.rn\.satfinite\.e\dm\dx2\.f32\s+(%rs\d+)", ptx)
+    made = {one: {one} for one in pairs}
+    for to, what in re.findall(r"\s[\w.]+16\s+(%rs\d+), ([^;]*);", ptx):
+        if to not in made:
+            made[to] = set().union(*(made.get(one, set()) for one in re.findall(r"%rs\d+", what)))
+    words = re.finditer(r"mov\.b32\s+%r\d+, \{(%rs\d+), (%rs\d+)\}", ptx)
+    return [one[0] for one in words if one[1] in pairs and one[1] in made.get(one[2], set())]
+
+
 def disassembled(compiled: Any, folder: Path) -> tuple[collections.Counter[str], dict[str, int]]:
     """Instructions by name, and registers, stack and local bytes."""
     import triton.backends.nvidia as nvidia
+
+    assert stale(compiled.asm["ptx"]) == []
 
     tools = Path(nvidia.__file__).parent / "bin"
     binary = folder / "kernel.cubin"
