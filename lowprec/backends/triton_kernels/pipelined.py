@@ -30,7 +30,7 @@ class Shape(NamedTuple):
 
 # The fastest on an H200 of those tried: benchmarks/casts.py times what is chosen here.
 BOTH: Final = Shape(128, 128, 2, 1, 8, 4, 2)
-COLUMN: Final = Shape(128, 128, 3, 1, 8, 4, 2)
+COLUMN: Final = Shape(128, 128, 2, 2, 8, 4, 2)
 BOTH_FLOAT32: Final = Shape(128, 64, 2, 1, 8, 4, 2)
 TALL: Final = Shape(128, 128, 3, 2, 8, 8, 1)
 TALL_FLOAT32: Final = Shape(128, 128, 2, 1, 8, 8, 1)
@@ -113,7 +113,7 @@ def shape_for(specs: tuple[Spec | None, Spec], itemsize: int, major: int) -> Sha
     narrow = any(max(one.block_r, one.block_c) == 32 for one in found)
     if widest > 32 and specs[0] is not None and not square and (major != 9 or narrow):
         return TALL
-    return BOTH if specs[0] is not None or widest > 32 else COLUMN
+    return BOTH if specs[0] is not None else COLUMN
 
 
 @cache
