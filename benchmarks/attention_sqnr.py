@@ -6,6 +6,8 @@ and runs on the CPU in two to five minutes. Run: `python benchmarks/attention_sq
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import mean
@@ -13,6 +15,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.sqnr import Row, filled, read, sqnr_db, table, write
 from lowprec import load_recipe, ops
@@ -199,6 +203,9 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
 
 def main() -> None:
     """Measure everything, write the record and the tables of the document."""
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    ).parse_args()
     rows = [row for key in cases() for row in measure(*key)]
     for data in ("gaussian", "sink"):
         for head_dim in (64, 128):

@@ -9,7 +9,9 @@ Run: `python benchmarks/attention_training.py`.
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,6 +23,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import lowprec
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from benchmarks.attention_sqnr import recipe_policy
 from benchmarks.sqnr import Row, write
 from lowprec.recipe import Recipe, Rule
@@ -156,6 +161,9 @@ def summaries(runs: Sequence[Row]) -> Iterator[Row]:
 
 def main() -> None:
     """Train every arm with every seed and write the record."""
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    ).parse_args()
     torch.set_num_threads(1)
     found: list[Row] = []
     for seed in SEEDS:

@@ -6,10 +6,10 @@ both; the medians are compared. Run: `python benchmarks/cpu_step.py [POLICY ...]
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
 
@@ -93,7 +93,11 @@ def cpu_model() -> str:
 
 def main() -> None:
     """Compare every policy named on the command line, else all of them."""
-    for text in sys.argv[1:] or POLICIES:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("policies", nargs="*", default=list(POLICIES))
+    for text in parser.parse_args().policies:
         print(json.dumps(compare(text)), flush=True)
 
 

@@ -8,8 +8,8 @@ Run: `python benchmarks/peers.py [cpu | cuda]` with `pip install 'lowprec[ao]'` 
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
@@ -160,4 +160,8 @@ def main(device: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "cpu")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("device", nargs="?", choices=("cpu", "cuda"), default="cpu")
+    main(parser.parse_args().device)

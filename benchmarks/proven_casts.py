@@ -9,6 +9,7 @@ same kernels stays: add what is printed, and take out what it says is not proven
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -66,7 +67,11 @@ def main() -> None:
     """Print PROVEN's entries, and what failed."""
     passed: dict[str, list[bool]] = defaultdict(list)
     files = attention_names()
-    for file, name, well in outcomes(sys.argv[1:]):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("tests", nargs="+", help="JUnit XML files")
+    for file, name, well in outcomes(parser.parse_args().tests):
         if file in CASTS and well is not None:
             for what in casts_in(name):
                 passed[what].append(well)

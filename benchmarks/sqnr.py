@@ -7,6 +7,7 @@ Run: `python benchmarks/sqnr.py`.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import re
@@ -375,6 +376,9 @@ def write(
 
 def main() -> None:
     """Measure everything, write both records and the tables of the document."""
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    ).parse_args()
     sqnr, wgrad = [*(measure(*key) for key in sqnr_keys()), *spread_rows()], list(wgrad_rows())
     write(SQNR_RECORD, "SQNR of casts, dB", sqnr)
     write(WGRAD_RECORD, "relative error of dw = dy^T x, 512 tokens, 64 x 64", wgrad)

@@ -41,12 +41,18 @@ def apply(
     when the gate accepted another recipe, plan, model or version.
 
     main_grad: True lets wgrad of every covered layer sum unrounded into a float32
-    `weight.main_grad` and leaves `.grad` of that weight None, False ends that, None keeps what the
-    model has. Any backward pass through a layer adds to it, `torch.autograd.grad` too. Raises
-    PlanError for a weight whose own `main_grad` is of another dtype, shape or device.
+    `weight.main_grad` and leaves `.grad` of that weight None, False ends that and drops a
+    `main_grad` that it made, None keeps what the model has. Any backward pass through a layer adds
+    to it, `torch.autograd.grad` too. Raises PlanError for a weight whose own `main_grad` is of
+    another dtype, shape or device.
     """
     if not isinstance(plan, Plan):
-        raise PlanError(f"apply takes a plan, not {plan!r}; make one with lowprec.plan")
+        raise PlanError(
+            f"apply takes a plan, not a {type(plan).__name__}; make one with "
+            "lowprec.plan(model, recipe)"
+        )
+    if main_grad not in (None, True, False):
+        raise PlanError(f"apply takes main_grad=True, False or None, not {main_grad!r}")
     if require is not None:
         accepted = require if isinstance(require, Acceptance) else load_acceptance(require)
         accepted.check(model, plan)

@@ -159,6 +159,11 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         q, k, v = qkv
         norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
+        if norms is not None and norms[0].normalized_shape != q.shape[-1:]:
+            raise UnsupportedError(
+                f"attention: qk_norm={norms[0].normalized_shape[0]} normalizes heads of that many "
+                f"channels, q {tuple(q.shape)} has heads of {q.shape[-1]}; give the head dim"
+            )
         weights = None if norms is None else _weights(norms)
         if norms is not None and weights is None:
             q, k = (_normed(norm, x) for norm, x in zip(norms, (q, k), strict=True))

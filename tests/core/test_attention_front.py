@@ -15,6 +15,7 @@ from lowprec.attention_front import Front
 from lowprec.attention_ops import How, attend
 from lowprec.attention_policy import AttentionPolicy
 from lowprec.backends.attention_fronts import Fronted
+from lowprec.errors import UnsupportedError
 from lowprec.rotary import positions, steps_of, waves
 from tests.core.attention_cases import MXFP8, offsets
 
@@ -171,6 +172,12 @@ def test_a_norm_without_an_epsilon_has_that_of_torch(dtype: torch.dtype) -> None
         norm.eps = torch.finfo(torch.float32).eps
     want = exact(q.double(), k.double(), v.double(), cu)
     assert (found - want).norm() <= 2e-2 * want.norm()
+
+
+def test_a_norm_of_another_head_dim_is_refused() -> None:
+    q, k, v = (drawn(8, 2, 32, seed=seed) for seed in range(3))
+    with pytest.raises(UnsupportedError, match=r"qk_norm=64 .* q \(8, 2, 32\) has heads of 32"):
+        Attention(qk_norm=64).bfloat16()(q, k, v, offsets((3, 5)))
 
 
 def test_kernels_that_are_not_proven_leave_the_front_to_pytorch() -> None:

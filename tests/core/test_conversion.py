@@ -221,3 +221,14 @@ def test_copies_count_apart() -> None:
     twin(torch.randn(3, 64))
     counts = [lowprec.observe(m).gemms["0"]["fprop"] for m in (model, twin)]
     assert counts == [{"mxfp8 x mxfp8_32x32": 1}, {"mxfp8 x mxfp8_32x32": 2}]
+
+
+def test_apply_says_in_a_line_what_it_was_given_instead() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    recipe = lowprec.load_recipe("mxfp8")
+    with pytest.raises(PlanError, match=r"not a Recipe; make one with lowprec.plan\(model, recipe"):
+        lowprec.apply(model, recipe)  # type: ignore[arg-type]
+    plan = lowprec.plan(model, recipe, hardware="cpu")
+    with pytest.raises(PlanError, match="main_grad=True, False or None, not 'yes'"):
+        lowprec.apply(model, plan, main_grad="yes")  # type: ignore[arg-type]
+    assert type(model[0]) is torch.nn.Linear
