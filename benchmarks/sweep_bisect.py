@@ -9,13 +9,11 @@ which docs/records/sweep-bisect.jsonl keeps.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
-from pathlib import Path
 
 import torch
-from sweep_recipe import RECIPE, WORKLOAD, estimate_of
+from sweep_recipe import RECIPE, WORKLOAD, asked, estimate_of
 
 from qualitygates.experiment import Experiment
 from qualitygates.gate import run
@@ -47,12 +45,7 @@ confirm = { attempts = 10 }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("workers", type=int, nargs="?", default=2)
-    parser.add_argument("data_seed", type=int, nargs="?", default=0)
-    given = parser.parse_args()
-    folder, workers, data_seed = given.folder, given.workers, given.data_seed
+    folder, workers, data_seed = asked(__doc__)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "nvfp4.toml").write_text(RECIPE)
     (folder / "gate.toml").write_text(GATE.format(workload=WORKLOAD.resolve(), data_seed=data_seed))

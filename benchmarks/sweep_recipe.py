@@ -71,13 +71,18 @@ def _verdict(folder: Path) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def asked(description: str | None) -> tuple[Path, int, int]:
+    """Folder, workers and data seed of the command line."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("folder", type=Path)
     parser.add_argument("workers", type=int, nargs="?", default=2)
     parser.add_argument("data_seed", type=int, nargs="?", default=0)
     given = parser.parse_args()
-    folder, workers, data_seed = given.folder, given.workers, given.data_seed
+    return given.folder, given.workers, given.data_seed
+
+
+def main() -> None:
+    folder, workers, data_seed = asked(__doc__)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "nvfp4.toml").write_text(RECIPE)
     (folder / "gate.toml").write_text(GATE.format(workload=WORKLOAD.resolve(), data_seed=data_seed))

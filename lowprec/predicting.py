@@ -15,7 +15,7 @@ from lowprec.calibration import Calibration, Rates
 from lowprec.formats import Cast
 from lowprec.grids import Estimate
 from lowprec.policy import ALL_BF16, BF16, PRODUCTS, SKIP, Gemm, LinearPolicy, parse_product
-from lowprec.stages import Stage
+from lowprec.stages import Stage, same_weight_values
 
 GEMM, CAST, NORM = "gemm", "cast", "norm"
 # By operand, the products that read it by row and by column, and its side in each.
@@ -149,7 +149,7 @@ def _casts(operand: str, stage: Stage, work: Work) -> Iterator[Kernel]:
     (n, k), rows = work.shape, work.rows
     sizes = {"x": (rows, k), "w": (n, k), "dy": (rows, n)}[operand]
     share = 1 / work.micro_batches if operand == "w" else 1.0
-    if operand == "w" and _same_values(stage):
+    if operand == "w" and same_weight_values(stage):
         yield Kernel("round trip", "row", sizes, CAST, share)
         return
     texts = []
@@ -164,20 +164,6 @@ def _casts(operand: str, stage: Stage, work: Work) -> Iterator[Kernel]:
         texts.append(text)
     if texts != ["-", "-"]:
         yield Kernel("cast", " | ".join(texts), sizes, CAST, share)
-
-
-def _same_values(stage: Stage) -> bool:
-    """Whether fprop and dgrad, emulated, take one tensor of bf16 values of w."""
-    found = []
-    for name in PRODUCTS[:2]:
-        gemm, backends = getattr(stage.runs, name), stage.backends.get(name)
-        if not isinstance(gemm, Gemm) or backends is None or gemm.rotation is not None:
-            return False
-        if backends.product != "emulated" or backends.right != "triton":
-            return False
-        found.append(gemm.right)
-    one, other = found
-    return one == other and one.format.transposable and triton_kernels.fits_round_trip(one)
 
 
 def _norm(stage: Stage, work: Work, *, fused: bool) -> Iterator[Kernel]:

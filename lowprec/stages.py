@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lowprec.backends import Facts, GemmBackends, choose, choose_gemm
+from lowprec.backends import Facts, GemmBackends, choose, choose_gemm, triton_kernels
 from lowprec.formats import FORMATS, Cast
 from lowprec.hardware import Hardware
 from lowprec.policy import SKIP, Gemm, LinearPolicy, casts
@@ -52,6 +52,21 @@ class Stage:
         """True where x is kept for wgrad as the kernels write it: codes along the rows."""
         backends = self.backends.get("wgrad")
         return backends is not None and backends.right == "triton"
+
+
+def same_weight_values(stage: Stage) -> bool:
+    """Whether fprop and dgrad, emulated, take one tensor of bf16 values of w: those of the same
+    square blocks, cast to nearest by our kernels."""
+    found = []
+    for name in ("fprop", "dgrad"):
+        gemm, backends = getattr(stage.runs, name), stage.backends.get(name)
+        if not isinstance(gemm, Gemm) or backends is None or gemm.rotation is not None:
+            return False
+        if backends.product != "emulated" or backends.right != "triton":
+            return False
+        found.append(gemm.right)
+    one, other = found
+    return one == other and one.format.transposable and triton_kernels.fits_round_trip(one)
 
 
 def _as_stored(

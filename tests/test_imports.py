@@ -90,7 +90,7 @@ LOWPREC: dict[str, str] = {
         "formats tensor rng rotary hardware backends backends.attention backends.facts "
         "backends.triton_kernels"
     ),
-    "lowprec.stages": "formats policy hardware backends",
+    "lowprec.stages": "formats policy hardware backends backends.triton_kernels",
     "lowprec.nn.position": "",
     "lowprec.nn.weight_codes": "nn.position policy tensor",
     "lowprec.nn.operands": (

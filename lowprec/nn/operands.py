@@ -21,7 +21,7 @@ from lowprec.packing import pack_codes, unpack_codes
 from lowprec.policy import PRODUCTS, Gemm, Product
 from lowprec.rng import RandomStream
 from lowprec.rotation import Side, rotate
-from lowprec.stages import Stage
+from lowprec.stages import Stage, same_weight_values
 from lowprec.tensor import QuantizedTensor
 
 FPROP, DGRAD, WGRAD = range(3)
@@ -89,7 +89,7 @@ class Inside(NamedTuple):
     def of(cls, stage: Stage) -> Inside:
         """From the plan of a stage."""
         by_row, by_column = _kernel_cast(stage, FPROP, 0), _kernel_cast(stage, WGRAD, 1)
-        same = _same_values(stage)
+        same = same_weight_values(stage)
         if not isinstance(stage.policy.fprop, Gemm) or stage.backends["fprop"].left != "triton":
             return cls(False, None, None, None, False, False, same_weight=same)
         norm = by_row if by_row and triton_kernels.fits_norm(by_row) else None
@@ -100,14 +100,6 @@ class Inside(NamedTuple):
         norm_keeps = quantized and norm is None and again is None
         gate_keeps = quantized and gate is None
         return cls(True, norm, again, gate, norm_keeps, gate_keeps, same_weight=same)
-
-
-def _same_values(stage: Stage) -> bool:
-    """Whether w has the same values by row and by column, and enters both products as them."""
-    one, other = (_kernel_cast(stage, product, 1) for product in (FPROP, DGRAD))
-    if one is None or one != other or not one.format.transposable or one.stochastic:
-        return False
-    return all(enters_as_values(stage, PRODUCTS[product], one) for product in (FPROP, DGRAD))
 
 
 def _kernel_cast(stage: Stage, product: int, side: int) -> Cast | None:
