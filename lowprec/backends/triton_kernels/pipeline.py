@@ -201,11 +201,30 @@ def _tensor_scale(amax, MAX: gl.constexpr):
 
 
 @gluon.jit
-def _over_tensor_scale(values, scale):
-    """Values over the scale of the tensor, true division, and which codes to keep."""
-    wide = gl.zeros_like(values) + scale
-    keep = gl.where(wide == wide, 255, 0).to(gl.uint8)
-    return gl.where(wide == wide, gl.div_rn(values, wide), 0.0), keep
+def _inverse(scale):
+    """The scale of a tensor, raised by a power of two if it is tiny, that power and 1 / scale."""
+    raised = gl.where(scale < 2.0**-60, 2.0**64, 1.0)
+    scale = scale * raised
+    return scale, raised, gl.div_rn(gl.to_tensor(1.0), scale)
+
+
+@gluon.jit
+def _over_tensor_scale(values, scale, raised, inverse):
+    """Values over the scale of the tensor, true division, and which codes to keep.
+
+    See spans._quotients, which this is for one scale.
+    """
+    wide = gl.zeros_like(values)
+    keep = gl.where(wide + scale == wide + scale, 255, 0).to(gl.uint8)
+    values = values * raised
+    less, inverse = wide - scale, wide + inverse
+    found = values * inverse
+    found = gl.fma(gl.fma(found, less, values), inverse, found)
+    found = gl.fma(gl.fma(found, less, values), inverse, found)
+    # A zero lost its sign.
+    sign = values.to(gl.int32, bitcast=True) & -0x80000000
+    found = (found.to(gl.int32, bitcast=True) | sign).to(gl.float32, bitcast=True)
+    return found, keep
 
 
 @gluon.jit
@@ -316,6 +335,7 @@ def cast_tiles_pipelined(
         scale = _tensor_scale(amax, max_of(COLUMN[0]))
         if gl.program_id(0) == 0:
             gl.store(scales_t, scale)
+        scale, raised, inverse = _inverse(scale)
     tiles = row_tiles * col_tiles
     step = gl.num_programs(0)
     first = gl.program_id(0)
@@ -349,7 +369,7 @@ def cast_tiles_pipelined(
             by_column, weight, bias, mean, rstd, pr * TILE_R, pc * TILE_C, rows, cols, SOURCE
         )
         if amax is not None:
-            scaled, keep = _over_tensor_scale(v, scale)
+            scaled, keep = _over_tensor_scale(v, scale, raised, inverse)
             turned = encode_kept(
                 gl.permute(scaled, (1, 0)), gl.permute(keep, (1, 0)), TURNED, COLUMN
             )
