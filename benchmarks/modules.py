@@ -9,7 +9,7 @@ timed. Arms are timed in interleaved blocks of steps in one process, once as the
 issues them and once as a replay of a CUDA graph (both sides), each block between two CUDA events.
 One JSON line an arm: ms are the 20th, 50th and 80th percentile of a step over blocks; `faster` is
 the median of BF16 over it, eager and compiled, under the same condition. --only keeps the sizes
-(or arms, written `arm:TEXT`) whose names contain a text; --profile prints the kernels of our arms.
+(or arms, written `arm:TEXT`) whose names contain a text; --profile prints the kernels of an arm.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def measure(size: Size, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     times = {"eager": interleaved(eager, blocks)}
     if arguments.profile:
         for name, step in eager.items():
-            if name.startswith(("ours", "bf16")) and "compiled" not in name:
+            if "compiled" not in name:
                 print(breakdown(name, kernels(step), arguments.top), flush=True)
     graphs: dict[str, Step] = {}
     refused = {}
@@ -246,7 +246,7 @@ def main() -> None:
     parser.add_argument("--peers", action="store_true", help="torchao and Transformer Engine too")
     parser.add_argument("--only", nargs="*", default=[], help="sizes, or arm:TEXT")
     parser.add_argument("--recipes", nargs="*", default=RECIPES)
-    parser.add_argument("--profile", action="store_true", help="print the kernels of our arms")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of an arm")
     parser.add_argument("--top", type=int, default=14, help="kernels to print")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():

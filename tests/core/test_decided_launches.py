@@ -82,6 +82,16 @@ def test_the_same_launch_and_the_same_tensors(
         assert (ours.format, ours.axis) == (theirs.format, theirs.axis)
 
 
+@pytest.mark.parametrize(("first", "streamed"), [(0, True), (1, False), (2, True)])
+def test_threads_bring_only_what_the_compiler_knows_to_be_aligned(
+    first: int, streamed: bool, launches: list[Any]
+) -> None:
+    # Rows of 200 bytes: the second starts at 8 bytes, of which Triton tells its compiler nothing.
+    x = torch.zeros(64, 100, dtype=torch.bfloat16)[first:]
+    both(x, ("mxfp8", "mxfp8"))
+    assert [one[0].__name__ == "cast_tiles_pipelined" for one in launches] == [streamed]
+
+
 def test_what_the_copy_engine_cannot_move_takes_the_general_path(launches: list[Any]) -> None:
     from lowprec.backends.triton_kernels import matrices
 

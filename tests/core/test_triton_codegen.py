@@ -454,7 +454,7 @@ BUDGET: dict[str, tuple[str, Callable[[], None], int, float]] = {
         184,
         20,
     ),
-    "both tensorwise": ("pipeline.cast_tiles_pipelined", pipelined_tensor, 80, 17),
+    "both tensorwise": ("pipeline.cast_tiles_pipelined", pipelined_tensor, 80, 21),
     "rht16": ("butterfly.rotate_tiles", lambda: rotated(16, MX), 90, 14),
     "rht32": ("butterfly.rotate_tiles", lambda: rotated(32, MX), 88, 16),
     "rht128": ("butterfly.rotate_tiles", lambda: rotated(128, MX), 80, 42.5),

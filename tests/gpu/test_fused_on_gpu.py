@@ -364,8 +364,9 @@ def test_repeated_launches_give_the_bits_of_tritons_own(
                 (gate_ops.gate_cast, (gate, up, "silu", mx)),
                 (gate_ops.gate_backward, (dy, gate, up, "gelu")),
                 (gate_ops._gate_backward_halves, (dy, halves, "silu")),
-                (matrices._cast, (x, None, mx, tile)),
             ]
+            if x.data_ptr() % 16 == 0:  # others are not handed to it
+                calls.append((matrices._cast, (x, None, mx, tile)))
             for number, (function, arguments) in enumerate(calls):
                 where = number, rows, cols, seed
                 starting._known.clear()

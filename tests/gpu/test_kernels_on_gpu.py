@@ -95,6 +95,15 @@ def test_many_rows(name: str) -> None:
         assert_same(triton_kernels.quantize(x, cast, axis=axis), law(x, cast, axis), axis)
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "fp8_128x128", "fp8_tensorwise"])
+@pytest.mark.parametrize("first", [1, 2])
+def test_dense_rows_from_8_bytes_on(name: str, first: int) -> None:
+    cast, x = Cast.parse(name), data(129, 100).bfloat16()[first:]
+    assert x.data_ptr() % 16 == (8 if first == 1 else 0)
+    for got, axis in zip(triton_kernels.quantize_both(x, cast, cast), (-1, -2), strict=True):
+        assert_same(got, law(x, cast, axis), axis)
+
+
 def test_offsets_past_32_bits() -> None:
     x = torch.zeros(2**16 + 64, 2**15, dtype=torch.bfloat16, device="cuda")
     x[-64:] = data(64, 2**15).bfloat16()

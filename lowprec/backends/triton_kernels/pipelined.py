@@ -13,7 +13,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from lowprec.backends.triton_kernels import norm_pipeline, pipeline
 from lowprec.backends.triton_kernels.launch import Spec, spec_of
 from lowprec.backends.triton_kernels.starting import Tiled, start
-from lowprec.formats import ELEMENTS
+from lowprec.formats import ALL, ELEMENTS
 
 
 class Shape(NamedTuple):
@@ -31,6 +31,7 @@ class Shape(NamedTuple):
 # The fastest on an H200 of those tried: benchmarks/casts.py times what is chosen here.
 BOTH: Final = Shape(128, 128, 2, 1, 8, 4, 2)
 COLUMN: Final = Shape(128, 128, 2, 2, 8, 4, 2)
+TENSOR: Final = Shape(128, 128, 2, 1, 8, 8, 1)
 BOTH_FLOAT32: Final = Shape(128, 64, 2, 1, 8, 4, 2)
 TALL: Final = Shape(128, 128, 3, 2, 8, 8, 1)
 TALL_FLOAT32: Final = Shape(128, 128, 2, 1, 8, 8, 1)
@@ -64,10 +65,14 @@ def _engine_takes(x: torch.Tensor, extents: Sequence[int]) -> bool:
 
 
 def _threads_take(x: torch.Tensor, extents: Sequence[int]) -> bool:
-    """Whether threads can bring the tiles of x [1, R, C], 8 bytes each: dense, of 16 bits."""
+    """Whether threads can bring the tiles of x [1, R, C], 8 bytes each: dense, of 16 bits.
+
+    From 16 bytes on, although 8 would do: the compiler asks for no other power of two, and takes
+    what starts elsewhere for bytes that it cannot copy.
+    """
     return (
         x.element_size() == 2
-        and x.data_ptr() % 8 == 0
+        and x.data_ptr() % 16 == 0
         and extents[1] % 4 == 0
         and x.stride(1) == extents[1]
         and max(extents) < 2**31
@@ -107,6 +112,8 @@ def shape_for(specs: tuple[Spec | None, Spec], itemsize: int, major: int) -> Sha
     """
     found = [one for one in specs if one is not None]
     widest = max(max(one.block_r, one.block_c) for one in found)
+    if itemsize == 2 and specs[1] is not None and specs[1].block_r == ALL:
+        return TENSOR
     if itemsize == 4:
         return TALL_FLOAT32 if widest > 32 else BOTH_FLOAT32
     square = all(one.block_r == one.block_c for one in found)
