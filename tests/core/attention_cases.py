@@ -24,6 +24,7 @@ FP8 = (
 ROUNDED = "fp8_128x128 / e4m3*256 x fp8_128x128 / {0} / bf16 / {0} / {0}".format(
     "bf16 x fp8_128x128"
 )
+ROUNDED_DP = ROUNDED.replace(" / bf16 x fp8_128x128 / bf16 /", " / fp8_128x128 / bf16 /")
 
 
 @dataclass(frozen=True)

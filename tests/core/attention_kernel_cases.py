@@ -130,6 +130,7 @@ BF16_DP = AttentionPolicy.parse(
     "mxfp8_128x128 / e4m3*256 x mxfp8_128x128 / bf16 / bf16 / bf16 / bf16"
 )
 ROUNDED = AttentionPolicy.parse(attention_cases.ROUNDED)
+ROUNDED_DP = AttentionPolicy.parse(attention_cases.ROUNDED_DP)
 
 
 def snr(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -164,35 +165,47 @@ def rounded(x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
 
 
 def assert_rounds_as_the_reference(tensors: Tensors) -> None:
-    """q, k and v as a backward pass in bf16 reads them, to the bit."""
+    """q, k, v and dO as a backward pass in bf16 reads them, to the bit."""
     from lowprec.backends.triton_kernels import attention_ops, attention_round_ops
 
-    q, k, v, _, cu_q, cu_k = tensors
+    q, k, v, do, cu_q, cu_k = tensors
     call = AttentionCall("softmax", Mask(), 0.2)
     one = attention_ops.given((q, k, v), (cu_q, cu_k), None, call, ROUNDED)
     found = attention_round_ops.rounded(one)
-    for got, x, ends in ((found.q, q, cu_q), (found.k, k, cu_k), (found.v, v, cu_k)):
+    read = attention_round_ops.rounded_do(one, attention_ops.lined(do))
+    pairs = [(found.q, q, cu_q), (found.k, k, cu_k), (found.v, v, cu_k), (read, do, cu_q)]
+    for got, x, ends in pairs:
         assert got.is_contiguous()
         torch.testing.assert_close(got, rounded(x, ends), rtol=0, atol=0, equal_nan=True)
 
 
 def assert_codes_stand_for_what_is_read(tensors: Tensors) -> None:
-    """Codes of q and k times the scale of their tile, to the bit; they are finite where it is NaN.
+    """Codes of q, k, v and dO times the scale of their tile, to the bit; finite where it is NaN.
 
-    Tiles of 128 tokens start with their sequence.
+    Tiles of 128 tokens start with their sequence. Exponents and delta come with the codes of dO.
     """
     from lowprec.backends.triton_kernels import attention_ops, attention_round_ops
 
-    q, k, v, _, cu_q, cu_k = tensors
+    q, k, v, do, cu_q, cu_k = tensors
     call = AttentionCall("softmax", Mask(), 0.2)
-    one = attention_ops.given((q, k, v), (cu_q, cu_k), None, call, ROUNDED)
+    one = attention_ops.given((q, k, v), (cu_q, cu_k), None, call, ROUNDED_DP)
     found = attention_round_ops.rounded(one, codes=True)
-    codes = found.of_s
-    for values, code, scales, cu in (
-        (found.q, codes.q, codes.scales_q, cu_q),
-        (found.k, codes.k, codes.scales_k, cu_k),
+    read_do = attention_round_ops.rounded_do(one, attention_ops.lined(do))
+    codes = found.codes
+    batch, (tokens, heads, _) = len(cu_q) - 1, q.shape
+    o = attention_ops.lined(torch.randn_like(q))
+    lse = torch.linspace(-9, 9, heads * tokens, device=q.device).view(heads, tokens)
+    rows_of = torch.full((heads, tokens // 64 + batch + 1, 2, 64), 7.0, device=q.device)
+    of_do = attention_round_ops.prepared(found, attention_ops.lined(do), o, lse, rows_of)
+    assert_prepared(rows_of, read_do, o, lse, cu_q.tolist())
+    for values, (code, scales), cu in (
+        (found.q, codes.q, cu_q),
+        (found.k, codes.k, cu_k),
+        (rounded(v, cu_k), (found.v, codes.scales_v), cu_k),
+        (read_do, of_do, cu_q),
     ):
         assert code.is_contiguous()
+        assert code.dtype == torch.float8_e4m3fn
         assert code.float().isfinite().all()
         ends = cu.tolist()
         assert scales.shape == (values.shape[1], ends[-1] // 128 + len(ends) - 1)
@@ -204,16 +217,44 @@ def assert_codes_stand_for_what_is_read(tensors: Tensors) -> None:
             torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
-def assert_reads_what_was_read(tensors: Tensors, call: AttentionCall) -> None:
-    """Gradients are those of the bf16 kernels, of q, k and v after their casts, to the bit."""
+def assert_prepared(
+    rows_of: torch.Tensor, do: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, ends: list[int]
+) -> None:
+    """Exponents and delta in places of 64 rows from a sequence's first; others are left alone."""
+    delta = (do.float() * o.float()).sum(2).T
+    power = lse * math.log2(math.e)
+    for head, places in enumerate(rows_of.unbind(0)):
+        for b, (begin, end) in enumerate(itertools.pairwise(ends)):
+            first, count = begin // 64 + b, -(-(end - begin) // 64)
+            got = places[first : first + count].transpose(0, 1).reshape(2, -1)
+            for found, of_row, past in ((got[0], power, torch.inf), (got[1], delta, 0.0)):
+                want = of_row[head, begin:end]
+                torch.testing.assert_close(found[: end - begin], want, atol=1e-4, rtol=1e-4)
+                assert (found[end - begin :] == past).all()
+            assert (places[first + count : ends[b + 1] // 64 + b + 1] == 7).all()
+
+
+def assert_reads_what_was_read(
+    tensors: Tensors, call: AttentionCall, policy: AttentionPolicy = ROUNDED
+) -> None:
+    """Gradients are those of the bf16 kernels, of q, k and v after their casts, to the bit.
+
+    And those of q and k of dO after its own, where dP casts it.
+    """
     from lowprec.backends.triton_kernels import attention_ops
 
     q, k, v, do, cu_q, cu_k = tensors
     how: dict[str, Any] = {"call": call, "bias": None}
-    o, lse = attention_ops.attention_forward(q, k, v, cu_q, cu_k, policy=ROUNDED, **how)
+    o, lse = attention_ops.attention_forward(q, k, v, cu_q, cu_k, policy=policy, **how)
     rest = (o, lse, cu_q, cu_k)
-    found = attention_ops.attention_backward(do, q, k, v, *rest, policy=ROUNDED, **how)
+    found = attention_ops.attention_backward(do, q, k, v, *rest, policy=policy, **how)
     read = [rounded(x, ends) for x, ends in ((q, cu_q), (k, cu_k), (v, cu_k))]
-    want = attention_ops.attention_backward(do, *read, *rest, policy=ATTENTION_BF16, **how)
-    for a, b in zip(found[:3], want[:3], strict=True):
+
+    def plain(do: torch.Tensor) -> list[torch.Tensor]:
+        return attention_ops.attention_backward(do, *read, *rest, policy=ATTENTION_BF16, **how)
+
+    want = plain(do)[:3]
+    if policy == ROUNDED_DP:
+        want = [*plain(rounded(do, cu_q))[:2], want[2]]
+    for a, b in zip(found[:3], want, strict=True):
         assert torch.equal(a, b)

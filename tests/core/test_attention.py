@@ -20,6 +20,7 @@ from tests.core.attention_cases import (
     MASKS,
     MXFP8,
     ROUNDED,
+    ROUNDED_DP,
     Case,
     Operands,
     by_ours,
@@ -102,6 +103,7 @@ def test_gradcheck(activation: Any, mask: Mask) -> None:
 
 
 POLICIES = {"bf16": "bf16", "mxfp8": MXFP8, "fp8": FP8, "rounded": ROUNDED}
+POLICIES |= {"rounded dp": ROUNDED_DP}
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)

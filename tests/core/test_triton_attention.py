@@ -283,10 +283,13 @@ def test_the_schedule_lists_each_tile_once_and_long_ones_first() -> None:
         ([70, 0, 1], "causal", 32, cases.NATIVE),
         ([33], "none", 48, cases.BF16_DP),
         ([9], "window", 32, cases.ROUNDED),
+        ([9], "window", 32, cases.ROUNDED_DP),
         pytest.param([128, 127], "window", 128, cases.NATIVE, marks=pytest.mark.slow),
         pytest.param([90], "blocks", 64, cases.BF16_DP, marks=pytest.mark.slow),
         pytest.param([70, 0, 1], "causal", 48, cases.ROUNDED, marks=pytest.mark.slow),
         pytest.param([90, 128], "blocks", 128, cases.ROUNDED, marks=pytest.mark.slow),
+        pytest.param([90, 128], "blocks", 128, cases.ROUNDED_DP, marks=pytest.mark.slow),
+        pytest.param([70, 0, 1], "causal", 48, cases.ROUNDED_DP, marks=pytest.mark.slow),
     ],
 )
 def test_eight_bits_within_one_tile(
@@ -299,7 +302,7 @@ def test_eight_bits_within_one_tile(
 
 @inside
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", [cases.NATIVE, cases.BF16_DP, cases.ROUNDED])
+@pytest.mark.parametrize("policy", [cases.NATIVE, cases.BF16_DP, cases.ROUNDED, cases.ROUNDED_DP])
 def test_eight_bits_over_several_tiles(policy: AttentionPolicy) -> None:
     """P is cast against the maximum so far, not against the row's."""
     tensors = drawn([40], [200], (1, 1))
@@ -342,7 +345,9 @@ def test_a_bf16_backward_pass_reads_what_the_forward_pass_read(width: int) -> No
     views = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in tensors[:4]]
     cases.assert_rounds_as_the_reference([*views, *tensors[4:]])
     few = drawn([5, 0], [5, 3], (2, 1), width)
-    cases.assert_reads_what_was_read(few, AttentionCall("softmax", Mask("causal"), 0.2))
+    call = AttentionCall("softmax", Mask("causal"), 0.2)
+    for policy in (cases.ROUNDED, cases.ROUNDED_DP):
+        cases.assert_reads_what_was_read(few, call, policy)
 
 
 @inside
@@ -350,7 +355,9 @@ def test_a_bf16_backward_pass_within_blocks() -> None:
     """By the kernel that takes blocks in one pass."""
     tensors = drawn([7], [7], (1, 1))
     tensors[5] = tensors[4]
-    cases.assert_reads_what_was_read(tensors, AttentionCall("softmax", MASKS["blocks"], 0.2))
+    call = AttentionCall("softmax", MASKS["blocks"], 0.2)
+    for policy in (cases.ROUNDED, cases.ROUNDED_DP):
+        cases.assert_reads_what_was_read(tensors, call, policy)
 
 
 @inside
@@ -382,7 +389,8 @@ REFUSED = {
     "fp8_128x128 / e4m3*256 x mxfp8 / bf16 / bf16 / bf16 / bf16": "cast alike",
     f"{FORWARD} / bf16 x fp8_128x128 / bf16 / bf16 / bf16": "where dq and dk cast k and q",
     f"{FORWARD} / bf16 / bf16 / bf16 x fp8_128x128 / bf16": "all three or none",
-    f"{FORWARD} / fp8_128x128 / bf16 / bf16 x fp8_128x128 / bf16 x fp8_128x128": "all three",
+    f"{FORWARD} / fp8_128x128 / bf16 / bf16 x fp8_128x128 / bf16": "all three",
+    f"{FORWARD} / fp8_128x128 x bf16 / bf16 / bf16 / bf16": "where dq and dk",
     f"{FORWARD} / bf16 x mxfp8 / bf16 / bf16 x fp8_128x128 / bf16 x fp8_128x128": "cast alike",
     f"{FORWARD} / bf16 x fp8_128x128 / bf16 / bf16 x fp8_128x128 / fp8_128x128 x bf16": "dq",
     f"fp8_128x128 x bf16 / {STATIC} / bf16 / bf16 / bf16 / bf16": "cast alike",
@@ -404,7 +412,7 @@ def test_what_the_eight_bit_kernels_take() -> None:
     from lowprec.backends.triton_kernels.attention_native import refuse_native
 
     how: dict[str, Any] = {"head_dim": 128, "capability": (9, 0)}
-    for policy in (cases.NATIVE, cases.BF16_DP, cases.ROUNDED):
+    for policy in (cases.NATIVE, cases.BF16_DP, cases.ROUNDED, cases.ROUNDED_DP):
         assert refuse_native(policy, "softmax", **how) is None
         assert "gelu" in str(refuse_native(policy, "gelu", **how))
         assert "256" in str(refuse_native(policy, "softmax", **how | {"head_dim": 256}))

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from lowprec.attention_call import AttentionCall, Mask
-from lowprec.attention_policy import ATTENTION_BF16
-from tests.core.attention_kernel_cases import ROUNDED
+from lowprec.attention_policy import ATTENTION_BF16, AttentionPolicy
+from tests.core.attention_kernel_cases import ROUNDED, ROUNDED_DP
 from tests.core.test_triton_attention_codegen import complaints
 from tests.core.test_triton_codegen import Recorder, disassembled
 
@@ -50,6 +50,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Recorder]:
         (attention_fp8, "encode_pair"),
         (attention_gradients, "prepare_tiles"),
         (attention_round, "round_pair"),
+        (attention_round, "prepare_codes"),
         (attention_schedule, "fill_schedule"),
         (attention_stream, "attend_stream"),
         (attention_stream_gradients, "keys_stream"),
@@ -60,7 +61,9 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Recorder]:
     return found
 
 
-def launched(width: int, mask: str, activation: Any, *, eight: bool) -> None:
+def launched(
+    width: int, mask: str, activation: Any, *, eight: bool, policy: AttentionPolicy = ROUNDED
+) -> None:
     """Forward, and backward where there is one, of eight sequences with two heads to a key head."""
     from lowprec.backends.triton_kernels import attention_round_ops, attention_stream_ops
     from lowprec.backends.triton_kernels.attention_native import Native8
@@ -68,7 +71,7 @@ def launched(width: int, mask: str, activation: Any, *, eight: bool) -> None:
 
     q = torch.empty(4096, 8, width, dtype=torch.bfloat16)
     k, cu = q[:, :4].contiguous(), torch.empty(9, dtype=torch.int32)
-    native = Native8.of(ROUNDED if eight else ATTENTION_BF16)
+    native = Native8.of(policy if eight else ATTENTION_BF16)
     call = AttentionCall(activation, Mask(mask), 0.125)  # type: ignore[arg-type]
     one = Given(q, k, k, cu, cu.clone(), None, call, native)
     o, lse = torch.empty_like(q), torch.empty(8, 4096)
@@ -127,23 +130,25 @@ def test_forward(
     ("width", "mask", "eight"),
     [
         pytest.param(width, mask, eight, marks=[] if (width, mask) == (128, quick) else SLOW)
-        for eight, quick in ((False, "causal"), (True, "none"))
+        for eight, quick in (("", "causal"), ("S", "none"), ("S and dP", "none"))
         for width in (64, 128)
         for mask in ("none", "causal")
     ],
 )
 def test_backward(
-    kernels: dict[str, Recorder], tmp_path: Path, width: int, mask: str, eight: bool, name: str
+    kernels: dict[str, Recorder], tmp_path: Path, width: int, mask: str, eight: str, name: str
 ) -> None:
-    """S of codes is a product of half the instructions, and costs each step one multiplication."""
-    launched(width, mask, "softmax", eight=eight)
+    """A product of codes has half the instructions, and costs each step one multiplication."""
+    policy = ROUNDED_DP if "dP" in eight else ROUNDED
+    launched(width, mask, "softmax", eight=bool(eight), policy=policy)
     found = held(kernels[name], name, tmp_path)
     products = {kind: sum(n for one, n in found.items() if kind in one) for kind in PRODUCTS}
     # Of both groups of warps; 16 columns of a bf16 operand are one instruction.
     of_s = 2 * width // 16
     sums = 4 * 64 // 16 if name == "keys_stream" else 2 * 128 // 16
-    assert products["HGMMA"] == sums + of_s * (1 if eight else 2)
-    assert products["QGMMA"] == (of_s // 2 if eight else 0)
+    in_codes = {"": 0, "S": 1, "S and dP": 2}[eight]
+    assert products["HGMMA"] == sums + of_s * (2 - in_codes)
+    assert products["QGMMA"] == of_s // 2 * in_codes
     # Scores and slopes are operands in the threads that computed them.
     assert not any(one.startswith(("RED", "ATOM", "SHFL")) for one in found)
 

@@ -97,7 +97,7 @@ def test_attention_from_codes_is_the_one_that_casts(mask: str, width: int) -> No
     fronts.assert_same_from_codes(tensors, fronts.ROTARY["halves"], MASKS[mask])
 
 
-@pytest.mark.parametrize("policy", ["bf16", "NATIVE", "ROUNDED"])
+@pytest.mark.parametrize("policy", ["bf16", "NATIVE", "ROUNDED", "ROUNDED_DP"])
 @pytest.mark.parametrize("form", ["halves", "neighbours"])
 def test_the_whole_op(form: str, policy: str) -> None:
     """Against the reference in PyTorch, gradients of what the projection wrote."""

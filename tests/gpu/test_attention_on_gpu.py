@@ -189,7 +189,7 @@ def test_many_sequences() -> None:
     assert all(got[n].isfinite().all() for n in ("o", "dq", "dk", "dv"))
 
 
-@pytest.mark.parametrize("policy", ["NATIVE", "BF16_DP", "ROUNDED"])
+@pytest.mark.parametrize("policy", ["NATIVE", "BF16_DP", "ROUNDED", "ROUNDED_DP"])
 @pytest.mark.parametrize("width", [32, 48, 64, 128])
 @pytest.mark.parametrize("mask", ["none", "causal", "window", "blocks"])
 def test_eight_bits(mask: str, width: int, policy: str) -> None:
@@ -201,7 +201,7 @@ def test_eight_bits(mask: str, width: int, policy: str) -> None:
     cases.assert_as_the_reference(tensors, call, getattr(cases, policy), close=4e-2)
 
 
-@pytest.mark.parametrize("policy", ["NATIVE", "ROUNDED"])
+@pytest.mark.parametrize("policy", ["NATIVE", "ROUNDED", "ROUNDED_DP"])
 def test_eight_bits_over_many_tiles(policy: str) -> None:
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs sm90")
@@ -229,34 +229,35 @@ def test_operands_of_a_bf16_backward_pass_are_rounded_as_the_reference_does(widt
 
 
 def without_codes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """S of the backward pass is a product of what the codes stand for, in bf16."""
-    from lowprec.backends.triton_kernels import attention_round_ops
+    """Products of the backward pass are of what codes stand for, in bf16; no kernel streams."""
+    from lowprec.backends.triton_kernels import attention_stream_ops
 
-    rounded = attention_round_ops.rounded
-    monkeypatch.setattr(attention_round_ops, "rounded", lambda one, *, codes: rounded(one))
+    for name in ("takes_backward", "takes_backward_of_copies"):
+        monkeypatch.setattr(attention_stream_ops, name, lambda one: False)
 
 
 @pytest.mark.parametrize("width", [48, 64, 128])
 @pytest.mark.parametrize("mask", ["none", "causal", "window", "blocks"])
 @pytest.mark.parametrize("heads", [(4, 2), (2, 2)])
+@pytest.mark.parametrize("policy", ["ROUNDED", "ROUNDED_DP"])
 def test_a_bf16_backward_pass_reads_what_the_forward_pass_read(
-    heads: tuple[int, int], mask: str, width: int, monkeypatch: pytest.MonkeyPatch
+    policy: str, heads: tuple[int, int], mask: str, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the kernels that stream, that hold tiles, and that take blocks in one pass; S is BF16."""
+    """By the kernels that hold tiles, and that take blocks in one pass; S and dP are BF16."""
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs sm90")
     without_codes(monkeypatch)
     tensors = drawn(LENGTHS, LENGTHS, heads, width)
     tensors[5] = tensors[4]
     call = AttentionCall("softmax", MASKS[mask], width**-0.5)
-    cases.assert_reads_what_was_read(tensors, call)
+    cases.assert_reads_what_was_read(tensors, call, getattr(cases, policy))
 
 
 def drawn_by_tiles(heads: tuple[int, int], width: int) -> list[torch.Tensor]:
-    """RAGGED between two more; scales of q and k differ by tile and by head."""
+    """RAGGED between two more; scales of all operands differ by tile and by head."""
     lengths = [70, *RAGGED, 130]
     tensors = drawn(lengths, lengths, heads, width)
-    for t in tensors[:2]:
+    for t in tensors[:4]:
         tile = torch.arange(t.shape[0], device="cuda").unsqueeze(1) // 64
         head = torch.arange(t.shape[1], device="cuda")
         t *= torch.exp2(-((tile + head) % 3)).unsqueeze(2)
@@ -266,10 +267,11 @@ def drawn_by_tiles(heads: tuple[int, int], width: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("heads", [(4, 2), (2, 2)])
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("mask", ["none", "causal"])
-def test_s_of_codes_in_a_bf16_backward_pass(
-    mask: str, width: int, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("policy", ["ROUNDED", "ROUNDED_DP"])
+def test_products_of_codes_in_a_bf16_backward_pass(
+    policy: str, mask: str, width: int, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the reference; next to S of what the codes stand for, but by other bits: codes are read.
+    """As the reference; next to those of what the codes stand for, but by other bits.
 
     The sums of an 8-bit product have 13 bits below their largest term.
     """
@@ -279,11 +281,12 @@ def test_s_of_codes_in_a_bf16_backward_pass(
         pytest.skip("needs sm90")
     call = AttentionCall("softmax", MASKS[mask], width**-0.5)
     plain = drawn(RAGGED, RAGGED, heads, width)
-    cases.assert_as_the_reference(plain, call, cases.ROUNDED, close=4e-2)
+    how = getattr(cases, policy)
+    cases.assert_as_the_reference(plain, call, how, close=4e-2)
     tensors = drawn_by_tiles(heads, width)
-    got = cases.run(attention_ops, tensors, call, policy=cases.ROUNDED)
+    got = cases.run(attention_ops, tensors, call, policy=how)
     without_codes(monkeypatch)
-    want = cases.run(attention_ops, tensors, call, policy=cases.ROUNDED)
+    want = cases.run(attention_ops, tensors, call, policy=how)
     for name in ("dq", "dk", "dv"):
         assert error(got[name], want[name]) <= 1e-2, name
         assert not torch.equal(got[name], want[name]), name
@@ -291,7 +294,8 @@ def test_s_of_codes_in_a_bf16_backward_pass(
 
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("mask", ["none", "causal"])
-def test_s_of_codes_reads_nothing_of_neighbours(mask: str, width: int) -> None:
+@pytest.mark.parametrize("policy", ["ROUNDED", "ROUNDED_DP"])
+def test_products_of_codes_read_nothing_of_neighbours(policy: str, mask: str, width: int) -> None:
     """NaN and Inf of the sequences around, and of the memory around all, change no bit."""
     from lowprec.backends.triton_kernels import attention_ops
 
@@ -300,20 +304,22 @@ def test_s_of_codes_reads_nothing_of_neighbours(mask: str, width: int) -> None:
     call = AttentionCall("softmax", MASKS[mask], width**-0.5)
     tensors = drawn_by_tiles((4, 2), width)
     inside = slice(70, 70 + sum(RAGGED))
-    want = cases.run(attention_ops, tensors, call, policy=cases.ROUNDED)
+    how = getattr(cases, policy)
+    want = cases.run(attention_ops, tensors, call, policy=how)
     around = []
     for t in tensors[:4]:
         room = torch.full((t.shape[0] + 256, *t.shape[1:]), torch.nan, device="cuda").bfloat16()
         room[128:198] = torch.inf
         room[198 : 198 + sum(RAGGED)] = t[inside]
         around.append(room[128:-128])
-    got = cases.run(attention_ops, [*around, *tensors[4:]], call, policy=cases.ROUNDED)
+    got = cases.run(attention_ops, [*around, *tensors[4:]], call, policy=how)
     for name in ("o", "dq", "dk", "dv"):
         assert want[name].isfinite().all(), name
         assert torch.equal(got[name][inside], want[name][inside]), name
 
 
-def test_a_bf16_backward_pass_streams_and_waits_for_nothing() -> None:
+@pytest.mark.parametrize("policy", ["ROUNDED", "ROUNDED_DP"])
+def test_a_bf16_backward_pass_streams_and_waits_for_nothing(policy: str) -> None:
     from lowprec.backends.triton_kernels import (
         attention_ops,
         attention_round_ops,
@@ -323,13 +329,14 @@ def test_a_bf16_backward_pass_streams_and_waits_for_nothing() -> None:
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs sm90")
     tensors = drawn([100, 20, 300], [100, 20, 300], (2, 2), 128)
-    call = AttentionCall("softmax", Mask("causal"), 0.125)
-    want = cases.run(attention_ops, tensors, call, policy=cases.ROUNDED)
+    call, how = AttentionCall("softmax", Mask("causal"), 0.125), getattr(cases, policy)
+    want = cases.run(attention_ops, tensors, call, policy=how)
     with never_waiting():
-        got = cases.run(attention_ops, tensors, call, policy=cases.ROUNDED)
+        got = cases.run(attention_ops, tensors, call, policy=how)
     assert all(torch.equal(got[name], want[name]) for name in ("o", "dq", "dk", "dv"))
     q, k, v, _, *ends = tensors
-    one = attention_ops.given((q, k, v), (ends[0], ends[1]), None, call, cases.ROUNDED)
+    one = attention_ops.given((q, k, v), (ends[0], ends[1]), None, call, how)
     assert not attention_stream_ops.takes_backward(one)
     if torch.cuda.get_device_capability()[0] == 9:
-        assert attention_stream_ops.takes_backward(attention_round_ops.rounded(one))
+        read = attention_round_ops.rounded(one, codes=True)
+        assert attention_stream_ops.takes_backward(read)

@@ -48,7 +48,7 @@ def _constants(one: Any, *, wide: int) -> dict[str, Any]:
     }
 
 
-def _stored(*tensors: torch.Tensor) -> list[torch.Tensor | None]:
+def _stored(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
     return [stored_as(one, integer=launch.INTEGER) for one in tensors]
 
 
@@ -66,14 +66,19 @@ def forward(one: Any, o: torch.Tensor, lse: torch.Tensor) -> None:
 
 
 def backward(
-    one: Any, do: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, grads: list[torch.Tensor]
+    one: Any,
+    do: torch.Tensor,
+    do_read: torch.Tensor | None,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    grads: list[torch.Tensor],
 ) -> None:
-    """Write dq, dk and dv."""
+    """Write dq, dk and dv. do_read: dO as dP reads it where dV does not, strided alike."""
     heads = one.q.shape[1]
     starts, owners = schedule(one.cu_q, one.cu_q, one.tokens, one.call.mask.size * RUN)
     strides = [s for t in (one.q, one.k, one.v, do, o) for s in t.stride()[:2]]
     attention_blocks.blocks_backward[(owners.shape[0] * heads,)](
-        *_stored(one.q, one.k, one.v, do, o, *grads),
+        *_stored(one.q, one.k, one.v, do, do_read, o, *grads),
         *(lse, one.cu_q, starts, owners, one.cu_q.shape[0] - 1, one.tokens),
         *(heads, *strides, one.call.scale),
         **_constants(one, wide=128),

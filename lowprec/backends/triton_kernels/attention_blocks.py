@@ -97,6 +97,7 @@ def blocks_backward(
     k,
     v,
     do,
+    do_read,
     o,
     dq,
     dk,
@@ -127,7 +128,10 @@ def blocks_backward(
     STAGES: tl.constexpr,
     INTEGER: tl.constexpr,
 ):
-    """dq, dk, dv [tokens, heads, WIDTH] of one run of blocks a program; as many key heads."""
+    """dq, dk, dv [tokens, heads, WIDTH] of one run of blocks a program; as many key heads.
+
+    do_read: as of attention_gradients.keys_backward.
+    """
     IS_SOFTMAX: tl.constexpr = KIND == "softmax" or KIND == "softmax, scaled"
     live, sequence, head, tile = run_of(starts, owners, batch, heads)
     if not live:
@@ -151,6 +155,10 @@ def blocks_backward(
         query = load_rows(query_at, first, length, q_row, SIZE, D, WIDTH)
         key = load_rows(key_at, first, length, k_row, SIZE, D, WIDTH)
         do_tile = load_rows(do_at, first, length, do_row, SIZE, D, WIDTH)
+        read_tile = do_tile
+        if do_read is not None:
+            read_at = do_read + wide * do_row + high * do_head
+            read_tile = load_rows(read_at, first, length, do_row, SIZE, D, WIDTH)
         value = load_rows(value_at, first, length, v_row, SIZE, D, WIDTH)
         power, mean = 0.0, 0.0
         if IS_SOFTMAX:
@@ -158,10 +166,10 @@ def blocks_backward(
             # Rows without a finite score have no sum to divide by: their P is zero.
             power = tl.where(power == float("-inf"), float("inf"), power)[:, None]
             o_tile = load_rows(o_at, first, length, o_row, SIZE, D, WIDTH)
-            mean = tl.sum(do_tile.to(tl.float32) * o_tile.to(tl.float32), 1)[:, None]
+            mean = tl.sum(read_tile.to(tl.float32) * o_tile.to(tl.float32), 1)[:, None]
         s = product(query, tl.trans(key))
         x = scores(s, scale, None, rows, first, length, length, 0, KIND)
-        dp = product(do_tile, tl.trans(value))
+        dp = product(read_tile, tl.trans(value))
         if first + SIZE > length:
             seen = there[:, None] & there[None, :]
             x = tl.where(seen, x, float("-inf") if IS_SOFTMAX else 0.0)

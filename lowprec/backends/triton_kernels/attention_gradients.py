@@ -140,6 +140,7 @@ def keys_backward(
     k,
     v,
     do,
+    do_read,
     dk,
     dv,
     exponents,
@@ -189,7 +190,8 @@ def keys_backward(
 ):
     """dk and dv [tokens, shared_heads, WIDTH] of one tile of keys a program, over its group.
 
-    Scores are transposed here, [keys, queries], so that P and dS are left operands as they are.
+    do_read, or None: dO as dP reads it where dV does not, with the strides of do. Scores are
+    transposed here, [keys, queries], so that P and dS are left operands as they are.
     Rows past the last query need no mask: their dO is zero, and by its exponent their P.
     """
     IS_SOFTMAX: tl.constexpr = KIND == "softmax" or KIND == "softmax, scaled"
@@ -246,6 +248,10 @@ def keys_backward(
                 at = codes_do + place * (BLOCK * D)
                 dp = product(value_codes, tl.trans(load_codes(at, m, TILE_Q, D, INTEGER)))
                 dp = dp * (value_unit * tl.load(scales_do + place + m // BLOCK))
+            elif do_read is not None:
+                read_at = do_read + wide_q * do_row + head * do_head
+                read_tile = load_rows(read_at, m, queries, do_row, TILE_Q, D, WIDTH)
+                dp = product(value, tl.trans(read_tile))
             else:
                 dp = product(value, tl.trans(do_tile))
             if MASK != "none" and ((m < clear) | (m >= unclear)):

@@ -42,9 +42,9 @@ def refuse_native(
 class Native8(NamedTuple):
     """How a policy is quantized: one scale rule, the factor of P, what the backward pass reads.
 
-    dp: dP is a product of codes, as S is. rounded: every product of the backward pass but S is
-    BF16, of q, k and v as the forward pass read them, and so is S but in the kernels that stream;
-    else S is one of codes, and dQ and dK read k and q.
+    dp: dP casts dO too. rounded: dQ and dK read k and q as the forward pass did; where kernels
+    stream, S, and dP with dp, are products of codes, elsewhere BF16 products of what codes say.
+    Without `rounded` S, and dP with dp, are always products of codes, and dQ and dK read k and q.
     """
 
     rule: str
@@ -71,11 +71,11 @@ class Native8(NamedTuple):
         if not all(isinstance(one, Cast) and tiled(one) for one in casts) or len(rules) != 1:
             raise UnsupportedError("operands must all be cast alike, fp8_128x128 or mxfp8_128x128")
         rounded = isinstance(policy.dq, AttentionGemm)
-        return cls(rules.pop(), pv.left.factor, dp and not rounded, rounded)
+        return cls(rules.pop(), pv.left.factor, dp, rounded)
 
 
 def _backward_casts(policy: AttentionPolicy) -> tuple[bool, list[Any]]:
-    """Whether dP is quantized, and the casts of the backward products."""
+    """Whether dP casts dO, and the casts of the backward products."""
     found = {
         name: product.casts if isinstance(product, AttentionGemm) else (None, None)
         for name, product in policy.items()
@@ -83,11 +83,13 @@ def _backward_casts(policy: AttentionPolicy) -> tuple[bool, list[Any]]:
     if any(found["dv"]) or found["dq"][0] or found["dk"][0]:
         raise UnsupportedError("dv, dq and dk are BF16 in these kernels, but for casts of k and q")
     dp, of_dq_and_dk = found["dp"], [found["dq"][1], found["dk"][1]]
-    if any(of_dq_and_dk) and (dp[0] or not dp[1] or not all(of_dq_and_dk)):
-        raise UnsupportedError("dp, dq and dk cast v, k and q alone, all three or none")
+    if any(of_dq_and_dk) and not (dp[1] and all(of_dq_and_dk)):
+        raise UnsupportedError("dp, dq and dk cast v, k and q, all three or none")
     if not any(of_dq_and_dk) and bool(dp[0]) != bool(dp[1]):
         raise UnsupportedError("dp casts v alone where dq and dk cast k and q")
-    return any(dp), [one for one in (*dp, *of_dq_and_dk) if one]
+    if dp[0] and not dp[1]:
+        raise UnsupportedError("dp casts dO only together with v")
+    return bool(dp[0]), [one for one in (*dp, *of_dq_and_dk) if one]
 
 
 def tiled(cast: Cast) -> bool:

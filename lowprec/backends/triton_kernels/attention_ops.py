@@ -97,7 +97,8 @@ _INTERPRETED: Final = Shape(32, 32, 1, 1)
 class Given(NamedTuple):
     """A call with its tensors; q, k, v lined up as the kernels read them.
 
-    of_s: q and k once more, as codes, where S alone is a product of these.
+    codes: q and k once more, as codes, where S of the backward pass is a product of these; see
+    attention_round_ops.
     """
 
     q: torch.Tensor
@@ -108,7 +109,7 @@ class Given(NamedTuple):
     bias: torch.Tensor | None
     call: AttentionCall
     native: Native8 | None = None
-    of_s: attention_round_ops.Operands8 | None = None
+    codes: attention_round_ops.Operands8 | None = None
 
     @property
     def tokens(self) -> int:
@@ -334,29 +335,33 @@ def attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """dq, dk, dv and dbias; see lowprec.attention_call."""
     one = given((q, k, v), (cu_q, cu_k), bias, call, policy)
+    do, do_read = lined(do), None
     if one.native and one.native.rounded:
         streams = attention_stream_ops.takes_backward_of_copies(one)
+        if one.native.dp and not streams:
+            do = do.contiguous()
+            do_read = attention_round_ops.rounded_do(one, do)
         one = attention_round_ops.rounded(one, codes=streams)
-    do = lined(do)
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     if q.numel() and attention_block_ops.takes_backward(one):
-        attention_block_ops.backward(one, do, lined(o), lse, [dq, dk, dv])
+        attention_block_ops.backward(one, do, do_read, lined(o), lse, [dq, dk, dv])
         return dq, dk, dv, None
     if q.numel() and attention_stream_ops.takes_backward(one):
         attention_stream_ops.backward(one, do, lined(o), lse, [dq, dk, dv])
         return dq, dk, dv, None
-    exponents, delta = _prepared(do, lined(o), lse.contiguous())
+    read = do if do_read is None else do_read
+    exponents, delta = _prepared(read, lined(o), lse.contiguous())
     if one.native and one.native.dp and q.numel():
         attention_fp8_ops.delta_of_codes(one, do, lined(o), delta, one.native.rule)
     rest = [exponents, delta, cu_q, cu_k]
-    operands = [*one.operands(), stored(do)]
+    operands = [*one.operands(), stored(read)]
     codes = attention_fp8_ops.backward_codes(one, do, one.native)
     if k.numel():
         plain = call.activation == "softmax" and one.native is None
         shape = one.shape(KEYS if plain else MORE_KEYS)
         starts, owners = schedule(cu_k, cu_q, k.shape[0], shape.tile_k)
         attention_gradients.keys_backward[(owners.shape[0] * k.shape[1],)](
-            *operands,
+            *(*one.operands(), stored(do), None if do_read is None else stored(do_read)),
             *(stored(dk), stored(dv), *rest, starts, owners, *codes),
             *one.numbers(k.shape[1], do),
             BLOCK=BLOCK,

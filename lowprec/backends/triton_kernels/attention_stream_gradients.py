@@ -1,17 +1,19 @@
 # mypy: ignore-errors
 # Bodies of @gluon.jit functions are Triton's language, not typed Python.
-"""Backward attention on Hopper's asynchronous products, in Gluon; bf16 operands, S also of E4M3.
+"""Backward attention on Hopper's asynchronous products, in Gluon; S and dP also of E4M3 operands.
 
 As in attention_gradients one kernel keeps a tile of 128 keys and sees queries go by, the other
 keeps 128 queries and sees keys go by, so that every sum has one order. As in attention_stream one
 warp copies, and two groups of four warps take 64 rows each.
 
-With codes of the operands of S, in E4M3 with one scale for each 128 tokens of a head, as
-attention_round writes them in the places of their values, S is a product of these. Of its own side
-of S, which no other product reads, a kernel holds codes alone; of the other side it copies both.
-Codes of the next sequence are finite: p hides them, where values have to be made zero.
+With codes of the operands of S or dP, in E4M3 with one scale for each 128 tokens of a head, as
+attention_round writes them in the places of their values, these are products of codes. What no
+other product reads, its own side of S and dP and all of v, a kernel has as codes alone; of the rest
+it copies both. Codes of the next sequence are finite: p hides them, where values have to be made
+zero.
 """
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -27,6 +29,12 @@ from lowprec.backends.triton_kernels.attention_stream import ROWS, place, ring, 
 from lowprec.backends.triton_kernels.attention_weights import LOG2E, exp2
 
 STEP_Q = gl.constexpr(64)
+
+
+@triton.constexpr_function
+def _layout(columns, of_codes):
+    """Where a product of 64 rows leaves its values; the same places whatever its operands are."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 32 if of_codes else 16])
 
 
 @gluon.jit
@@ -61,10 +69,12 @@ def _store(to, stride, first, rows, values, D: gl.constexpr):
 
 @gluon.jit
 def _fetch(sources, columns, row, full, places, number):
-    """Copy a tile of each of two tensors, and the codes of the first where they are."""
-    one, two, codes = sources
-    if codes is not None:
-        tma.async_copy_global_to_shared(codes, [row, columns[0]], full, places[2].index(number))
+    """Copy a tile of each of two tensors, and of their codes where they are."""
+    one, two, codes_one, codes_two = sources
+    if codes_one is not None:
+        tma.async_copy_global_to_shared(codes_one, [row, columns[0]], full, places[2].index(number))
+    if codes_two is not None:
+        tma.async_copy_global_to_shared(codes_two, [row, columns[1]], full, places[3].index(number))
     tma.async_copy_global_to_shared(one, [row, columns[0]], full, places[0].index(number))
     tma.async_copy_global_to_shared(two, [row, columns[1]], full, places[1].index(number))
 
@@ -72,12 +82,11 @@ def _fetch(sources, columns, row, full, places, number):
 @gluon.jit
 def _expect(full, sources, TILES: gl.constexpr):
     """Announce what TILES calls of `_fetch` copy to the barrier `full`."""
-    one, two, codes = sources
-    BYTES: gl.constexpr = TILES * (one.block_type.nbytes + two.block_type.nbytes)
-    if codes is None:
-        mbarrier.expect(full, BYTES)
-    else:
-        mbarrier.expect(full, BYTES + TILES * codes.block_type.nbytes)
+    one, two, codes_one, codes_two = sources
+    BYTES: gl.constexpr = one.block_type.nbytes + two.block_type.nbytes
+    FIRST: gl.constexpr = 0 if codes_one is None else codes_one.block_type.nbytes
+    SECOND: gl.constexpr = 0 if codes_two is None else codes_two.block_type.nbytes
+    mbarrier.expect(full, TILES * (BYTES + FIRST + SECOND))
 
 
 @gluon.jit
@@ -121,7 +130,7 @@ def _copy_queries(
     """The copying warp of keys_stream: one tile of keys and values, then all queries and dO."""
     BOTH: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     kept, passing = sources
-    q_at, k_at, v_at, do_at, codes_at, rows_at = buffers
+    q_at, k_at, v_at, do_at, q_codes_at, do_codes_at, rows_at = buffers
     kept_full, kept_empty, full, empty = barriers
     values, tiles = rows_of
     batch, shared_heads, group = sizes
@@ -154,7 +163,7 @@ def _copy_queries(
             )
             async_copy.mbarrier_arrive(full.index(slot))
             _expect(full.index(slot), passing, 1)
-            row, places = first_q + m * STEP_Q, (q_at, do_at, codes_at)
+            row, places = first_q + m * STEP_Q, (q_at, do_at, q_codes_at, do_codes_at)
             _fetch(passing, columns_here, row, full.index(slot), places, slot)
             slot, phase = _after(slot, phase, STAGES)
 
@@ -174,24 +183,26 @@ def _keys(
     STAGES: gl.constexpr,
 ):
     """A group of four warps: keys HALF * 64 .. HALF * 64 + 63 of each tile."""
-    EIGHT: gl.constexpr = buffers[4] is not None
+    q_at, k_at, v_at, do_at, q_codes_at, do_codes_at, rows_at = buffers
+    S_OF_CODES: gl.constexpr = q_codes_at is not None
+    DP_OF_CODES: gl.constexpr = do_codes_at is not None
     OF_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP_Q, 16])
-    INNER: gl.constexpr = 32 if EIGHT else 16
-    OF_QK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP_Q, INNER])
+    OF_QK: gl.constexpr = _layout(STEP_Q, S_OF_CODES)
+    OF_OV: gl.constexpr = _layout(STEP_Q, DP_OF_CODES)
     OF_D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     OF_P: gl.constexpr = gl.DotOperandLayout(0, OF_D, 2)
-    q_at, k_at, v_at, do_at, codes_at, rows_at = buffers
-    queries_at = codes_at if EIGHT else q_at
+    s_queries_at = q_codes_at if S_OF_CODES else q_at
+    dp_queries_at = do_codes_at if DP_OF_CODES else do_at
     kept_full, kept_empty, full, empty = barriers
     dk, dv = outputs
-    scale, scales_q, scales_k, q_tiles, k_tiles = scales
+    scale, scales_q, scales_k, scales_v, scales_do, q_tiles, k_tiles = scales
     batch, shared_heads, group = sizes
     starts, _owners, cu_q, cu_k = lists
     total = gl.load(starts + batch) * shared_heads
     of_row = gl.arange(0, STEP_Q, gl.SliceLayout(0, OF_S))
     own = gl.arange(0, ROWS, gl.SliceLayout(1, OF_S))
-    zero = gl.zeros((ROWS, STEP_Q), gl.float32, OF_S)
-    zero_s = gl.convert_layout(zero, OF_QK, assert_trivial=True)
+    zero_s = gl.zeros((ROWS, STEP_Q), gl.float32, OF_QK)
+    zero_dp = gl.zeros((ROWS, STEP_Q), gl.float32, OF_OV)
     unit = scale * LOG2E
     turn, slot, phase = 0, 0, 0
     step = gl.num_programs(0)
@@ -207,11 +218,16 @@ def _keys(
         mbarrier.wait(kept_full.index(0), turn & 1)
         turn += 1  # noqa: SIM113 (Triton has no enumerate)
         key_unit = unit
-        if EIGHT:
+        if S_OF_CODES:
             key_unit *= gl.load(_scales_of(scales_k, k_tiles, shared, first_k, sequence) + tile)
+        if DP_OF_CODES:
+            value_unit = gl.load(_scales_of(scales_v, k_tiles, shared, first_k, sequence) + tile)
         for one in range(group):
-            if EIGHT:
-                at_q = _scales_of(scales_q, q_tiles, shared * group + one, first_q, sequence)
+            head = shared * group + one
+            if S_OF_CODES:
+                at_q = _scales_of(scales_q, q_tiles, head, first_q, sequence)
+            if DP_OF_CODES:
+                at_do = _scales_of(scales_do, q_tiles, head, first_q, sequence)
             if steps > 0 and queries % STEP_Q != 0:
                 # Rows of the next sequence: they may not even add 0 times Inf.
                 mbarrier.wait(full.index(slot), phase)
@@ -221,16 +237,19 @@ def _keys(
             for j in range(steps):
                 mbarrier.wait(full.index(slot), phase)
                 s = warpgroup_mma(
-                    k_at.index(HALF), queries_at.index(slot).permute((1, 0)), zero_s,
+                    k_at.index(HALF), s_queries_at.index(slot).permute((1, 0)), zero_s,
                     use_acc=False, is_async=True,
                 )  # fmt: skip
                 dp = warpgroup_mma(
-                    v_at.index(HALF), do_at.index(slot).permute((1, 0)), zero,
+                    v_at.index(HALF), dp_queries_at.index(slot).permute((1, 0)), zero_dp,
                     use_acc=False, is_async=True,
                 )  # fmt: skip
                 step_unit = key_unit
-                if EIGHT:
-                    step_unit *= gl.load(at_q + (start + steps - 1 - j) * STEP_Q // (2 * ROWS))
+                here = (start + steps - 1 - j) * STEP_Q // (2 * ROWS)
+                if S_OF_CODES:
+                    step_unit *= gl.load(at_q + here)
+                if DP_OF_CODES:
+                    dp_unit = value_unit * gl.load(at_do + here)
                 s = gl.convert_layout(warpgroup_mma_wait(1, deps=[s]), OF_S, assert_trivial=True)
                 if CAUSAL:
                     rows = (start + steps - 1 - j) * STEP_Q + of_row
@@ -242,7 +261,9 @@ def _keys(
                 p = exp2(s * step_unit - gl.expand_dims(power, 0))
                 left = gl.convert_layout(p.to(gl.bfloat16), OF_P)
                 later = warpgroup_mma(left, do_at.index(slot), acc_v, is_async=True)
-                dp = warpgroup_mma_wait(1, deps=[dp])
+                dp = gl.convert_layout(warpgroup_mma_wait(1, deps=[dp]), OF_S, assert_trivial=True)
+                if DP_OF_CODES:
+                    dp *= dp_unit
                 mean = rows_at.index(slot).slice(STEP_Q, STEP_Q).load(gl.SliceLayout(0, OF_S))
                 ds = p * (dp - gl.expand_dims(mean, 0))
                 left = gl.convert_layout(ds.to(gl.bfloat16), OF_P)
@@ -258,7 +279,7 @@ def _keys(
 
 @gluon.jit(do_not_specialize=["batch", "tiles", "q_tiles", "k_tiles"])
 def keys_stream(
-    q, k, v, do, codes, scales_q, scales_k, q_tiles, k_tiles,
+    q, k, v, do, codes_q, codes_do, scales_q, scales_k, scales_v, scales_do, q_tiles, k_tiles,
     dk, dv, rows_of, cu_q, cu_k, starts, owners,
     batch, tiles, shared_heads, group, q_head, k_head, v_head, do_head, scale,
     CAUSAL: gl.constexpr, TILE_K: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
@@ -266,8 +287,8 @@ def keys_stream(
     """dk and dv [tokens, shared_heads, D] bf16 of tiles of 128 keys, over the heads of a group.
 
     q, k, v, do: descriptors of [tokens, columns] bf16; rows_of as prepare_tiles leaves it, `tiles`
-    a head. codes, or None: a descriptor of the codes of q; k is of codes then too, and scales are
-    float32 [heads, tiles].
+    a head. codes_q, or None: a descriptor of the codes of q; k is of codes then too, and scales are
+    float32 [heads, tiles]. codes_do and v likewise.
     """
     q_at, do_at = ring(q, STAGES), ring(do, STAGES)
     k_at, v_at = ring(k, 2), ring(v, 2)
@@ -277,11 +298,14 @@ def keys_stream(
     kept_full, kept_empty = signals(1, 1), signals(1, 2)
     full, empty = signals(STAGES, 1), signals(STAGES, 2)
     fence_async_shared()
-    buffers = (q_at, k_at, v_at, do_at, codes, rows_at)
-    if codes is not None:
-        buffers = (q_at, k_at, v_at, do_at, ring(codes, STAGES), rows_at)
+    q_codes_at, do_codes_at = codes_q, codes_do
+    if codes_q is not None:
+        q_codes_at = ring(codes_q, STAGES)
+    if codes_do is not None:
+        do_codes_at = ring(codes_do, STAGES)
+    buffers = (q_at, k_at, v_at, do_at, q_codes_at, do_codes_at, rows_at)
     barriers = (kept_full, kept_empty, full, empty)
-    scales = (scale, scales_q, scales_k, q_tiles, k_tiles)
+    scales = (scale, scales_q, scales_k, scales_v, scales_do, q_tiles, k_tiles)
     lists, sizes = (starts, owners, cu_q, cu_k), (batch, shared_heads, group)
     outputs, rows = (dk, dv), (rows_of, tiles)
     columns = (q_head, k_head, v_head, do_head)
@@ -291,8 +315,8 @@ def keys_stream(
                      D, STAGES)),
             (_keys, (buffers, barriers, outputs, lists, sizes, scales, 1, CAUSAL, TILE_K,
                      D, STAGES)),
-            (_copy_queries, (((k, v, None), (q, do, codes)), buffers, barriers, rows, lists, sizes,
-                             columns, CAUSAL, TILE_K, STAGES)),
+            (_copy_queries, (((k, v, None, None), (q, do, codes_q, codes_do)), buffers, barriers,
+                             rows, lists, sizes, columns, CAUSAL, TILE_K, STAGES)),
         ],
         [4, 1],
         [240, 24],
@@ -323,7 +347,7 @@ def _copy_keys(
 ):
     """The copying warp of queries_stream: one tile of queries and dO, then all keys and values."""
     kept, passing = sources
-    q_at, k_at, v_at, do_at, codes_at = buffers
+    q_at, k_at, v_at, do_at, k_codes_at = buffers
     kept_full, kept_empty, full, empty = barriers
     batch, heads, group = sizes
     q_head, k_head, v_head, do_head = columns
@@ -349,7 +373,7 @@ def _copy_keys(
             mbarrier.wait(empty.index(slot), phase ^ 1)
             columns_here = (shared * k_head, shared * v_head)
             _expect(full.index(slot), passing, 1)
-            row, places = first_k + n * STEP_K, (k_at, v_at, codes_at)
+            row, places = first_k + n * STEP_K, (k_at, v_at, k_codes_at)
             _fetch(passing, columns_here, row, full.index(slot), places, slot)
             slot, phase = _after(slot, phase, STAGES)
 
@@ -370,24 +394,25 @@ def _queries(
     STAGES: gl.constexpr,
 ):
     """A group of four warps: queries HALF * 64 .. HALF * 64 + 63 of each tile."""
-    EIGHT: gl.constexpr = buffers[4] is not None
-    OF_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP_K, 16])
-    INNER: gl.constexpr = 32 if EIGHT else 16
-    OF_QK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP_K, INNER])
-    OF_D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    OF_P: gl.constexpr = gl.DotOperandLayout(0, OF_D, 2)
-    q_at, k_at, v_at, do_at, codes_at = buffers
-    keys_at = codes_at if EIGHT else k_at
+    q_at, k_at, v_at, do_at, k_codes_at = buffers
     kept_full, kept_empty, full, empty = barriers
     values, tiles = rows_of
-    scale, scales_q, scales_k, q_tiles, k_tiles = scales
+    scale, scales_q, scales_k, scales_v, scales_do, q_tiles, k_tiles = scales
+    S_OF_CODES: gl.constexpr = k_codes_at is not None
+    DP_OF_CODES: gl.constexpr = scales_do is not None
+    OF_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP_K, 16])
+    OF_QK: gl.constexpr = _layout(STEP_K, S_OF_CODES)
+    OF_OV: gl.constexpr = _layout(STEP_K, DP_OF_CODES)
+    OF_D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    OF_P: gl.constexpr = gl.DotOperandLayout(0, OF_D, 2)
+    s_keys_at = k_codes_at if S_OF_CODES else k_at
     batch, heads, group = sizes
     starts, _owners, cu_q, cu_k = lists
     total = gl.load(starts + batch) * heads
     own = gl.arange(0, ROWS, gl.SliceLayout(1, OF_S))
     column = gl.arange(0, STEP_K, gl.SliceLayout(0, OF_S))
-    zero = gl.zeros((ROWS, STEP_K), gl.float32, OF_S)
-    zero_s = gl.convert_layout(zero, OF_QK, assert_trivial=True)
+    zero_s = gl.zeros((ROWS, STEP_K), gl.float32, OF_QK)
+    zero_dp = gl.zeros((ROWS, STEP_K), gl.float32, OF_OV)
     unit = scale * LOG2E
     turn, slot, phase = 0, 0, 0
     step = gl.num_programs(0)
@@ -404,38 +429,46 @@ def _queries(
         high = _last_key(tile * 2 * ROWS, keys, queries, CAUSAL, 2 * ROWS)
         steps = gl.cdiv(high, STEP_K)
         query_unit = unit
-        if EIGHT:
+        if S_OF_CODES:
             query_unit *= gl.load(_scales_of(scales_q, q_tiles, head, first_q, sequence) + tile)
             at_k = _scales_of(scales_k, k_tiles, head // group, first_k, sequence)
+        if DP_OF_CODES:
+            do_unit = gl.load(_scales_of(scales_do, q_tiles, head, first_q, sequence) + tile)
+            at_v = _scales_of(scales_v, k_tiles, head // group, first_k, sequence)
         mbarrier.wait(kept_full.index(0), turn & 1)
         turn += 1  # noqa: SIM113 (Triton has no enumerate)
         if steps * STEP_K > keys:
             # Keys of the next sequence: as zeros their dP is zero, and what they add is too.
             mbarrier.wait(full.index(slot), phase)
             _zero_rows(k_at.index(slot), keys % STEP_K, D)
-            _zero_rows(v_at.index(slot), keys % STEP_K, D)
+            if not DP_OF_CODES:
+                _zero_rows(v_at.index(slot), keys % STEP_K, D)
             fence_async_shared()
         for j in range(steps):
             n = (steps - 1 - j) * STEP_K
             mbarrier.wait(full.index(slot), phase)
             s = warpgroup_mma(
-                q_at.index(HALF), keys_at.index(slot).permute((1, 0)), zero_s,
+                q_at.index(HALF), s_keys_at.index(slot).permute((1, 0)), zero_s,
                 use_acc=False, is_async=True,
             )  # fmt: skip
             dp = warpgroup_mma(
-                do_at.index(HALF), v_at.index(slot).permute((1, 0)), zero,
+                do_at.index(HALF), v_at.index(slot).permute((1, 0)), zero_dp,
                 use_acc=False, is_async=True,
             )  # fmt: skip
             step_unit = query_unit
-            if EIGHT:
+            if S_OF_CODES:
                 step_unit *= gl.load(at_k + n // (2 * ROWS))
+            if DP_OF_CODES:
+                dp_unit = do_unit * gl.load(at_v + n // (2 * ROWS))
             s = gl.convert_layout(warpgroup_mma_wait(1, deps=[s]), OF_S, assert_trivial=True)
             seen = gl.expand_dims(n + column, 0) < keys
             if CAUSAL:
                 seen &= gl.expand_dims(n + column, 0) <= gl.expand_dims(rows + (keys - queries), 1)
             s = gl.where(seen, s, float("-inf"))
             p = exp2(s * step_unit - gl.expand_dims(power, 1))
-            dp = warpgroup_mma_wait(0, deps=[dp])
+            dp = gl.convert_layout(warpgroup_mma_wait(0, deps=[dp]), OF_S, assert_trivial=True)
+            if DP_OF_CODES:
+                dp *= dp_unit
             ds = p * (dp - gl.expand_dims(mean, 1))
             left = gl.convert_layout(ds.to(gl.bfloat16), OF_P)
             acc = warpgroup_mma(left, k_at.index(slot), acc, is_async=True)
@@ -449,25 +482,26 @@ def _queries(
 
 @gluon.jit(do_not_specialize=["batch", "tiles", "q_tiles", "k_tiles"])
 def queries_stream(
-    q, k, v, do, codes, scales_q, scales_k, q_tiles, k_tiles,
+    q, k, v, do, codes_k, scales_q, scales_k, scales_v, scales_do, q_tiles, k_tiles,
     dq, rows_of, cu_q, cu_k, starts, owners,
     batch, tiles, heads, group, q_head, k_head, v_head, do_head, scale,
     CAUSAL: gl.constexpr, STEP_K: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """dq [tokens, heads, D] bf16 of tiles of 128 queries; arguments as of keys_stream.
 
-    codes are those of k, and q is of codes then too.
+    codes_k, or None: those of k, and q is of codes then too. With scales_v and scales_do v and do
+    are of codes.
     """
     q_at, do_at = ring(q, 2), ring(do, 2)
     k_at, v_at = ring(k, STAGES), ring(v, STAGES)
     kept_full, kept_empty = signals(1, 1), signals(1, 2)
     full, empty = signals(STAGES, 1), signals(STAGES, 2)
     fence_async_shared()
-    buffers = (q_at, k_at, v_at, do_at, codes)
-    if codes is not None:
-        buffers = (q_at, k_at, v_at, do_at, ring(codes, STAGES))
+    buffers = (q_at, k_at, v_at, do_at, codes_k)
+    if codes_k is not None:
+        buffers = (q_at, k_at, v_at, do_at, ring(codes_k, STAGES))
     barriers = (kept_full, kept_empty, full, empty)
-    scales = (scale, scales_q, scales_k, q_tiles, k_tiles)
+    scales = (scale, scales_q, scales_k, scales_v, scales_do, q_tiles, k_tiles)
     lists, sizes = (starts, owners, cu_q, cu_k), (batch, heads, group)
     columns = (q_head, k_head, v_head, do_head)
     rows = (rows_of, tiles)
@@ -477,8 +511,8 @@ def queries_stream(
                         STAGES)),
             (_queries, (buffers, barriers, dq, rows, lists, sizes, scales, 1, CAUSAL, STEP_K, D,
                         STAGES)),
-            (_copy_keys, (((q, do, None), (k, v, codes)), buffers, barriers, lists, sizes, columns,
-                          CAUSAL, STEP_K, STAGES)),
+            (_copy_keys, (((q, do, None, None), (k, v, codes_k, None)), buffers, barriers, lists,
+                          sizes, columns, CAUSAL, STEP_K, STAGES)),
         ],
         [4, 1],
         [240, 24],

@@ -11,6 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lowprec.backends.triton_kernels import (
     attention_gradients,
+    attention_round_ops,
     attention_stream,
     attention_stream_gradients,
     launch,
@@ -29,6 +30,7 @@ STAGES: Final = {64: 4, 128: 2}
 STAGES_8: Final = {64: 4, 128: 3}
 # Of the backward kernels: slots; and keys of a step and slots.
 KEYS: Final = {64: 4, 128: 2}
+KEYS_8: Final = {64: 4, 128: 3}
 QUERIES: Final = {64: (128, 3), 128: (128, 2)}
 
 
@@ -185,42 +187,53 @@ def backward(
 ) -> None:
     """Write dq, dk and dv of a call that `takes_backward` says yes to.
 
-    S is a product of codes where the call has them (`of_s`): a kernel then holds its own side of S
-    as codes, and reads the other side as both.
+    S, and dP with scales_v, are products of codes where the call has them: a kernel then holds its
+    own side as codes, and reads the other side as both, but v as codes.
     """
     dq, dk, dv = grads
     heads, shared_heads, batch = one.q.shape[1], one.k.shape[1], one.cu_q.shape[0] - 1
-    rows_of, tiles = _prepared(one, do, o, lse)
-    ends = (one.cu_q, one.cu_k)
-    programs = processors(one.q.device.index)
-    codes: Any = one.of_s
-    q, k, v, dout = (_plain(t, ROWS) for t in (one.q, one.k, one.v, do))
-    scales, kept_q, kept_k, other = (None,) * 4, q, k, None
+    ends, programs = (one.cu_q, one.cu_k), processors(one.q.device.index)
+    codes = one.codes
+    scales_v = codes.scales_v if codes else None
+    rows_of, places = _rows_of(one, o)
+    q, k, v = (_plain(t, ROWS) for t in (one.q, one.k, one.v))
+    # Each side as S reads it, and codes that are read beside values.
+    s_q, s_k, codes_q, codes_do = q, k, None, None
+    scales: list[Any] = [None] * 4 + [0, 0]
     if codes:
-        extents = (codes.scales_q.shape[1], codes.scales_k.shape[1])
-        scales = (codes.scales_q, codes.scales_k, *extents)
-        kept_q, kept_k = _plain(codes.q, ROWS), _plain(codes.k, ROWS)
-        other = kept_q.descriptor
+        s_q, s_k = _plain(codes.q[0], ROWS), _plain(codes.k[0], ROWS)
+        codes_q = s_q.descriptor
+        scales = [codes.q[1], codes.k[1], None, None, codes.q[1].shape[1], codes.k[1].shape[1]]
+    if scales_v is not None:
+        do = do.contiguous()  # as its codes are
+        code, scales_do = attention_round_ops.prepared(one, do, o, lse.contiguous(), rows_of)
+        dout, dp_do = _plain(do, ROWS), _plain(code, ROWS)
+        codes_do = dp_do.descriptor
+        scales[2:4] = scales_v, scales_do
+    else:
+        _prepare(one, do, o, lse, rows_of, places)
+        dout = dp_do = _plain(do, ROWS)
     columns = (q.head, k.head, v.head, dout.head)
     constants = {"CAUSAL": one.call.mask.kind == "causal", "D": one.width, "num_warps": 4}
     starts, owners = schedule(one.cu_k, one.cu_q, one.k.shape[0], TILE_K)
     attention_stream_gradients.keys_stream[(min(programs, owners.shape[0] * shared_heads),)](
-        *(q.descriptor, kept_k.descriptor, v.descriptor, dout.descriptor, other, *scales),
+        *(q.descriptor, s_k.descriptor, v.descriptor, dout.descriptor),
+        *(codes_q, codes_do, *scales),
         *(dk, dv, rows_of),
-        *(*ends, starts, owners, batch, tiles, shared_heads, heads // shared_heads),
+        *(*ends, starts, owners, batch, places, shared_heads, heads // shared_heads),
         *(*columns, one.call.scale),
         TILE_K=TILE_K,
-        STAGES=KEYS[one.width],
+        STAGES=(KEYS if scales_v is None else KEYS_8)[one.width],
         **constants,
     )
     step, stages = QUERIES[one.width]
     k, v = (_plain(t, step) for t in (one.k, one.v))
-    other = _plain(codes.k, step).descriptor if codes else None
+    codes_k = _plain(codes.k[0], step).descriptor if codes else None
     starts, owners = schedule(one.cu_q, one.cu_k, one.tokens, TILE_Q)
     attention_stream_gradients.queries_stream[(min(programs, owners.shape[0] * heads),)](
-        *(kept_q.descriptor, k.descriptor, v.descriptor, dout.descriptor, other, *scales),
+        *(s_q.descriptor, k.descriptor, v.descriptor, dp_do.descriptor, codes_k, *scales),
         *(dq, rows_of),
-        *(*ends, starts, owners, batch, tiles, heads, heads // shared_heads),
+        *(*ends, starts, owners, batch, places, heads, heads // shared_heads),
         *(*columns, one.call.scale),
         STEP_K=step,
         STAGES=stages,
@@ -228,22 +241,30 @@ def backward(
     )
 
 
-def _prepared(
-    one: Any, do: torch.Tensor, o: torch.Tensor, lse: torch.Tensor
-) -> tuple[torch.Tensor, int]:
-    """Exponents and delta in tiles of 64 rows, and tiles a head; see prepare_tiles."""
-    tokens, heads, width = o.shape
-    batch = one.cu_q.shape[0] - 1
+def _rows_of(one: Any, o: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Room for exponents and delta in tiles of 64 rows, and tiles a head."""
     # One more for the second half of the last 128 rows.
-    tiles = tokens // ROWS + batch + 1
-    rows_of = torch.empty((heads, tiles, 2, ROWS), dtype=torch.float32, device=o.device)
+    places = o.shape[0] // ROWS + one.cu_q.shape[0]
+    shape = (o.shape[1], places, 2, ROWS)
+    return torch.empty(shape, dtype=torch.float32, device=o.device), places
+
+
+def _prepare(
+    one: Any,
+    do: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    rows_of: torch.Tensor,
+    tiles: int,
+) -> None:
+    """Write exponents and delta; see prepare_tiles."""
+    tokens, heads, width = o.shape
     starts, owners = schedule(one.cu_q, one.cu_q, tokens, ROWS)
     attention_gradients.prepare_tiles[(owners.shape[0] * heads,)](
         *(do, o, lse.contiguous(), rows_of, one.cu_q, starts, owners),
-        *(batch, tokens, tiles, heads, *do.stride()[:2], *o.stride()[:2]),
+        *(one.cu_q.shape[0] - 1, tokens, tiles, heads, *do.stride()[:2], *o.stride()[:2]),
         WIDTH=width,
         D=width,
         TILE=ROWS,
         num_warps=4,
     )
-    return rows_of, tiles

@@ -96,12 +96,10 @@ def whole_maximum(
 ):
     """Raise `maximum`, one int32, to the bits of the largest magnitude of every tile.
 
-    Bits of magnitudes are ordered like them, NaN and Inf on top, and a maximum has no order. The
-    first rows come last: whoever casts the matrix next finds them in the cache.
+    Bits of magnitudes are ordered like them, NaN and Inf on top, and a maximum has no order.
     """
     cols = units * UNIT
     batch, first_r, first_c = place(rows, cols, TILE_R, TILE_C)
-    first_r = (tl.cdiv(rows, TILE_R) - 1) * TILE_R - first_r
     at = source + start(batch * source_batch, UNIT, first_r, source_unit * UNIT, first_c)
     inside = within(first_r, first_c, rows, cols, TILE_R, TILE_C)
     at += offsets(source_unit * UNIT, TILE_R, TILE_C, WIDE)
