@@ -98,15 +98,14 @@ def seen(mask: Mask, rows: int, cols: int) -> torch.Tensor:
 
 
 NATIVE = AttentionPolicy.parse(
+    "fp8_128x128 / e4m3*256 x fp8_128x128 / fp8_128x128 / bf16 / bf16 / bf16"
+)
+"""The recipe fp8-attention: S and dP of codes backward, dV, dQ and dK in bf16."""
+DP_BF16 = AttentionPolicy.parse(
     "fp8_128x128 / e4m3*256 x fp8_128x128 / bf16 x fp8_128x128 / bf16 / bf16 x fp8_128x128 / "
     "bf16 x fp8_128x128"
 )
-"""The recipe fp8-attention: bf16 products backward, of the operands that the forward pass read."""
-CODES = AttentionPolicy.parse(
-    "fp8_128x128 / e4m3*256 x fp8_128x128 / fp8_128x128 / bf16 / bf16 x fp8_128x128 / "
-    "bf16 x fp8_128x128"
-)
-"""The same with dP of codes."""
+"""All but S bf16 backward, of the operands that the forward pass read."""
 
 
 def ours(problem: Problem, policy: AttentionPolicy = ATTENTION_BF16) -> tuple[Run, Run]:

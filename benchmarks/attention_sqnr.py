@@ -58,7 +58,7 @@ def policies() -> dict[str, AttentionPolicy]:
     mixed[2] = "bf16"
     qk, pv = str(found["fp8-attention"]).split(" / ")[:2]
     whole = [qk, pv, qk, pv, qk, qk]
-    of_codes = [qk, pv, qk, *["bf16"] * 3]
+    as_read = [qk, pv, f"bf16 x {qk}", "bf16", *[f"bf16 x {qk}"] * 2]
     unrounded = [qk, pv, *["bf16"] * 4]
     return {
         "bf16": AttentionPolicy.parse("bf16"),
@@ -66,7 +66,7 @@ def policies() -> dict[str, AttentionPolicy]:
         "mxfp8-attention, P x 256 in pv": AttentionPolicy.parse(static),
         "mxfp8-attention, dP bf16": AttentionPolicy.parse(" / ".join(mixed)),
         "fp8 in all six products": AttentionPolicy.parse(" / ".join(whole)),
-        "fp8-attention, dP of codes": AttentionPolicy.parse(" / ".join(of_codes)),
+        "fp8-attention, dP bf16": AttentionPolicy.parse(" / ".join(as_read)),
         "fp8-attention, backward unrounded": AttentionPolicy.parse(" / ".join(unrounded)),
     }
 

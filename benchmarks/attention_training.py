@@ -4,7 +4,8 @@ A ranker over jagged histories: windowed self attention, pooled attention, candi
 the pool. The label of a candidate: whether it lies among the last 12 items that the user saw,
 earlier ones do not count. Linear layers run by BF16 autocast in all arms, so that attention is all
 that differs. Writes docs/records/attention-training.jsonl.
-Run: `python benchmarks/attention_training.py`.
+Run: `python benchmarks/attention_training.py [--arms NAME ...]`; the record keeps the rows of
+other arms.
 """
 
 from __future__ import annotations
@@ -161,15 +162,23 @@ def summaries(runs: Sequence[Row]) -> Iterator[Row]:
 
 def main() -> None:
     """Train every arm with every seed and write the record."""
-    argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    ).parse_args()
+    )
+    parser.add_argument("--arms", nargs="*", choices=ARMS, default=ARMS)
+    arms = parser.parse_args().arms
     torch.set_num_threads(1)
+    known: dict[Any, Row] = {}
+    if RECORD.exists():
+        rows = (json.loads(line) for line in RECORD.read_text(encoding="utf-8").splitlines())
+        known = {(row["arm"], row["seed"]): row for row in rows if "seed" in row}
     found: list[Row] = []
     for seed in SEEDS:
         for arm in ARMS:
-            found.append(one_run(arm, seed))
-            print(json.dumps(found[-1]), flush=True)
+            if arm in arms or (arm, seed) not in known:
+                known[arm, seed] = one_run(arm, seed)
+                print(json.dumps(known[arm, seed]), flush=True)
+            found.append(known[arm, seed])
     found += summaries(found)
     what = "loss of a jagged ranker (window, pooled and cross attention) by attention policy"
     write(RECORD, what, found, script="benchmarks/attention_training.py")

@@ -213,7 +213,7 @@ def _stages(
 def bounded(policy: AttentionPolicy, activation: str) -> tuple[AttentionPolicy, list[str]]:
     """The policy without fixed factors on a P that has no bound, and what that means.
 
-    A dp that casts v alone does so to read it as pv does, and follows it.
+    A dp that casts v reads it as pv does, and follows it.
     """
     if activation == "softmax":
         return policy, []
@@ -229,7 +229,7 @@ def bounded(policy: AttentionPolicy, activation: str) -> tuple[AttentionPolicy, 
         f"{name} stays bf16: {activation} gives P no bound for {cast}"
         for name, cast in free.items()
     ]
-    if "pv" in free and isinstance(policy.dp, AttentionGemm) and policy.dp.left is BF16:
+    if "pv" in free and isinstance(policy.dp, AttentionGemm) and policy.dp.right is not BF16:
         products["dp"] = BF16
         notes.append("dp stays bf16: it reads v as pv does")
     return AttentionPolicy(**products), notes

@@ -7,7 +7,7 @@ Where the plan names the Triton kernels for the cast of x, the norm runs inside 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -66,17 +66,17 @@ def project(
         y_MN = products.run_now(which, n_MK, [w_NK], bias=b_N, at=at)
         return [y_MN] if residual is None else [y_MN, source]
     triton_kernels.check_device(x_MK)
-    done = fused.normalize(
-        x_MK,
-        None if products.monitor else inside.norm,  # what watches wants to see values
-        weight=weight,
-        bias=bias,
-        eps=norm.eps,
-        centered=norm.centered,
-        residual=residual,
-    )
+    how: dict[str, Any] = {"weight": weight, "bias": bias, "residual": residual}
+    how |= {"eps": norm.eps, "centered": norm.centered}
     kept: list[torch.Tensor] = []
-    if keep:
+    # What watches wants to see values.
+    whole = inside.norm_whole if keep and products.monitor is None else None
+    if whole is not None:
+        done, column = fused.normalize_whole(x_MK, whole, **how)
+        kept = parts_of(column)
+    else:
+        done = fused.normalize(x_MK, None if products.monitor else inside.norm, **how)
+    if keep and whole is None:
         assert isinstance(done.result, torch.Tensor)
         y_MN, kept = products.project_now(which, done.result, w_NK, bias=b_N, at=at)
     else:

@@ -76,6 +76,8 @@ class Inside(NamedTuple):
     """By row, for fprop."""
     norm_again: Cast | None
     """By column, for wgrad, from statistics that are known."""
+    norm_whole: Cast | None
+    """Both ways at once, with one scale for the tensor."""
     gate: Cast | None
     """By row, for fprop."""
     norm_keeps: bool
@@ -91,15 +93,17 @@ class Inside(NamedTuple):
         by_row, by_column = _kernel_cast(stage, FPROP, 0), _kernel_cast(stage, WGRAD, 1)
         same = same_weight_values(stage)
         if not isinstance(stage.policy.fprop, Gemm) or stage.backends["fprop"].left != "triton":
-            return cls(False, None, None, None, False, False, same_weight=same)
+            return cls(False, None, None, None, None, False, False, same_weight=same)
         norm = by_row if by_row and triton_kernels.fits_norm(by_row) else None
         gate = by_row if by_row and triton_kernels.fits_gate(by_row) else None
         fits_again = by_column and triton_kernels.fits_norm(by_column, again=True)
         again = by_column if fits_again else None
+        whole = by_row if by_row and by_row == by_column else None
+        whole = whole if whole and triton_kernels.fits_norm_whole(whole) else None
         quantized = isinstance(stage.policy.wgrad, Gemm)
         norm_keeps = quantized and norm is None and again is None
         gate_keeps = quantized and gate is None
-        return cls(True, norm, again, gate, norm_keeps, gate_keeps, same_weight=same)
+        return cls(True, norm, again, whole, gate, norm_keeps, gate_keeps, same_weight=same)
 
 
 def _kernel_cast(stage: Stage, product: int, side: int) -> Cast | None:

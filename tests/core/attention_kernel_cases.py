@@ -170,11 +170,13 @@ def assert_rounds_as_the_reference(tensors: Tensors) -> None:
 
     q, k, v, do, cu_q, cu_k = tensors
     call = AttentionCall("softmax", Mask(), 0.2)
-    one = attention_ops.given((q, k, v), (cu_q, cu_k), None, call, ROUNDED)
-    found = attention_round_ops.rounded(one)
-    read = attention_round_ops.rounded_do(one, attention_ops.lined(do))
-    pairs = [(found.q, q, cu_q), (found.k, k, cu_k), (found.v, v, cu_k), (read, do, cu_q)]
-    for got, x, ends in pairs:
+    one = attention_ops.given((q, k, v), (cu_q, cu_k), None, call, NATIVE)
+    found, plain, read = attention_round_ops.rounded(one, attention_ops.lined(do))
+    for got, x in ((found.q, q), (found.k, k), (plain, do)):
+        assert got.is_contiguous()
+        assert torch.equal(got.nan_to_num(), x.nan_to_num())
+    pairs = [(found.of_s[0], q, cu_q), (found.of_s[1], k, cu_k), (found.v, v, cu_k)]
+    for got, x, ends in (*pairs, (read, do, cu_q)):
         assert got.is_contiguous()
         torch.testing.assert_close(got, rounded(x, ends), rtol=0, atol=0, equal_nan=True)
 
@@ -188,10 +190,14 @@ def assert_codes_stand_for_what_is_read(tensors: Tensors) -> None:
 
     q, k, v, do, cu_q, cu_k = tensors
     call = AttentionCall("softmax", Mask(), 0.2)
-    one = attention_ops.given((q, k, v), (cu_q, cu_k), None, call, ROUNDED_DP)
-    found = attention_round_ops.rounded(one, codes=True)
-    read_do = attention_round_ops.rounded_do(one, attention_ops.lined(do))
+    one = attention_ops.given((q, k, v), (cu_q, cu_k), None, call, NATIVE)
+    found, (again, _, read_do) = (
+        attention_round_ops.coded(one),
+        attention_round_ops.rounded(one, attention_ops.lined(do)),
+    )
     codes = found.codes
+    assert found.q is one.q
+    assert found.k is one.k
     batch, (tokens, heads, _) = len(cu_q) - 1, q.shape
     o = attention_ops.lined(torch.randn_like(q))
     lse = torch.linspace(-9, 9, heads * tokens, device=q.device).view(heads, tokens)
@@ -199,9 +205,9 @@ def assert_codes_stand_for_what_is_read(tensors: Tensors) -> None:
     of_do = attention_round_ops.prepared(found, attention_ops.lined(do), o, lse, rows_of)
     assert_prepared(rows_of, read_do, o, lse, cu_q.tolist())
     for values, (code, scales), cu in (
-        (found.q, codes.q, cu_q),
-        (found.k, codes.k, cu_k),
-        (rounded(v, cu_k), (found.v, codes.scales_v), cu_k),
+        (again.of_s[0], codes.q, cu_q),
+        (again.of_s[1], codes.k, cu_k),
+        (again.v, (found.v, codes.scales_v), cu_k),
         (read_do, of_do, cu_q),
     ):
         assert code.is_contiguous()
@@ -235,11 +241,11 @@ def assert_prepared(
 
 
 def assert_reads_what_was_read(
-    tensors: Tensors, call: AttentionCall, policy: AttentionPolicy = ROUNDED
+    tensors: Tensors, call: AttentionCall, policy: AttentionPolicy
 ) -> None:
-    """Gradients are those of the bf16 kernels, of q, k and v after their casts, to the bit.
+    """Gradients are those of the bf16 kernels, each of what its product reads, to the bit.
 
-    And those of q and k of dO after its own, where dP casts it.
+    Those of q and k are of dO after its cast where dP casts it, that of v of dO as it is.
     """
     from lowprec.backends.triton_kernels import attention_ops
 

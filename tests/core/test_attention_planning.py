@@ -312,7 +312,10 @@ def test_dp_reads_v_as_pv_does_where_p_has_no_bound() -> None:
     ]
     assert bounded(shipped, "softmax") == (shipped, [])
     both = dataclasses.replace(shipped, dp=native.dp)
-    assert bounded(both, "silu")[0] == dataclasses.replace(both, pv=BF16)
+    assert bounded(both, "silu")[0] == dataclasses.replace(both, pv=BF16, dp=BF16)
+    left = AttentionPolicy.parse("fp8_128x128 x bf16").dp
+    alone = dataclasses.replace(shipped, dp=left)
+    assert bounded(alone, "silu")[0] == dataclasses.replace(alone, pv=BF16)
 
 
 def test_the_backend_follows_from_facts_and_refusals_are_kept(

@@ -29,7 +29,7 @@ def test_shipped_recipes_read_and_round_trip() -> None:
 
 TILES, PORTABLE = "mxfp8 x mxfp8_32x32", "mxfp8_1x128 x mxfp8_128x128"
 ROTATED = "mxfp4:sr + rht32:seeded"
-STATIC, ROUNDED = "e4m3*256 x fp8_128x128", "bf16 x fp8_128x128"
+STATIC = "e4m3*256 x fp8_128x128"
 HEAD = ("last:1", "bf16", "bf16", "bf16")
 # recipe: (match, products in order) of every rule
 SHIPPED = {
@@ -47,7 +47,7 @@ SHIPPED = {
     ],
     "fp8-attention": [
         ("*", PORTABLE, PORTABLE, PORTABLE),
-        ("*", "fp8_128x128", STATIC, ROUNDED, "bf16", ROUNDED, ROUNDED),
+        ("*", "fp8_128x128", STATIC, "fp8_128x128", "bf16", "bf16", "bf16"),
     ],
     "attention-safe": [
         ("*", TILES, TILES, "bf16"),

@@ -99,6 +99,10 @@ def ops() -> dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]]:
             lambda: (matrix(0), None, vector(), None, 1e-6, False, mx),
         ),
         "norm both": (both, lambda: (matrix(), None, vector(), None, 1e-6, False, mx, mx)),
+        "norm whole": (
+            norm_ops._norm_twice,
+            lambda: (matrix(), None, vector(), None, amax(), 1e-6, True, "fp8_tensorwise"),
+        ),
         "norm both, bands": (
             both,
             lambda: (matrix(dtype=wide), None, vector(), None, 1e-6, True, mx, mx),

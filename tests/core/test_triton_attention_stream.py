@@ -15,7 +15,7 @@ import torch
 
 from lowprec.attention_call import AttentionCall, Mask
 from lowprec.attention_policy import ATTENTION_BF16, AttentionPolicy
-from tests.core.attention_kernel_cases import ROUNDED, ROUNDED_DP
+from tests.core.attention_kernel_cases import NATIVE, ROUNDED
 from tests.core.test_triton_attention_codegen import complaints
 from tests.core.test_triton_codegen import Recorder, disassembled
 
@@ -77,7 +77,7 @@ def launched(
     o, lse = torch.empty_like(q), torch.empty(8, 4096)
     attention_stream_ops.forward(one, native, o, lse)
     if activation == "softmax":
-        read = attention_round_ops.rounded(one, codes=True) if eight else one
+        read = attention_round_ops.coded(one) if eight else one
         grads = [torch.empty_like(t) for t in (q, k, k)]
         attention_stream_ops.backward(read, torch.empty_like(q), o, lse, grads)
 
@@ -139,7 +139,7 @@ def test_backward(
     kernels: dict[str, Recorder], tmp_path: Path, width: int, mask: str, eight: str, name: str
 ) -> None:
     """A product of codes has half the instructions, and costs each step one multiplication."""
-    policy = ROUNDED_DP if "dP" in eight else ROUNDED
+    policy = NATIVE if "dP" in eight else ROUNDED
     launched(width, mask, "softmax", eight=bool(eight), policy=policy)
     found = held(kernels[name], name, tmp_path)
     products = {kind: sum(n for one, n in found.items() if kind in one) for kind in PRODUCTS}

@@ -259,13 +259,27 @@ def pipelined_again() -> None:
     pipelined.cast(x, "", WIDE, launch.outputs(x, "", WIDE), norm=norm)
 
 
-def pipelined_tensor() -> None:
+def streamed_amax() -> None:
+    from lowprec.backends.triton_kernels import streamed
+
+    x, weight = matrix()[0], torch.empty(2048, dtype=torch.bfloat16)
+    targets = [None, None, None, None, None, torch.empty(len(x))]
+    amax, shape = torch.zeros(1, dtype=torch.int32), streamed.shape_for(2048)
+    sources = [x, None, weight, None]
+    streamed.normalize(sources, targets, 1e-6, None, amax=amax, shape=shape)
+
+
+def pipelined_tensor(*, norm: bool = False) -> None:
     from lowprec.backends.triton_kernels import pipelined, span_ops
 
     name = "fp8_tensorwise"
-    codes, codes_t, scale = span_ops._cast_tensor_both_fake(matrix(), name)
+    codes, codes_t, scale = span_ops.both_outputs(matrix(), name)
     amax = torch.zeros(1, dtype=torch.int32)
-    pipelined.cast(matrix(), name, name, [codes, scale, codes_t, scale], amax=amax)
+    affine, weight = pipelined.PLAIN, torch.empty(2048, dtype=torch.bfloat16)
+    if norm:
+        affine = pipelined.Affine(weight, None, None, torch.empty(4096))
+    out = [codes, scale, codes_t, scale]
+    pipelined.cast(matrix(), name, name, out, norm=affine, amax=amax)
 
 
 def rotated(size: int, name: str, axis: int = -1) -> None:
@@ -453,6 +467,13 @@ BUDGET: dict[str, tuple[str, Callable[[], None], int, float]] = {
         pipelined_again,
         184,
         20,
+    ),
+    "rmsnorm 2048, amax": ("norm_stream.norm_rows_streamed", streamed_amax, 156, 11.5),
+    "rmsnorm + both tensorwise": (
+        "pipeline.cast_tiles_pipelined",
+        lambda: pipelined_tensor(norm=True),
+        128,
+        27,
     ),
     "both tensorwise": ("pipeline.cast_tiles_pipelined", pipelined_tensor, 80, 21),
     "rht16": ("butterfly.rotate_tiles", lambda: rotated(16, MX), 90, 14),

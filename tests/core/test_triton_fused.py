@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 import lowprec
-from lowprec.backends import triton_kernels
+from lowprec.backends import scaled_mm, triton_kernels
 from lowprec.errors import UnsupportedError
 from lowprec.formats import Cast
 from lowprec.hardware import NAMED
@@ -131,6 +134,34 @@ def test_norms_and_both_casts_in_one_read(dtype: torch.dtype, columns: int, cent
 
 
 @inside
+@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_and_its_cast_with_one_scale(dtype: torch.dtype, centered: bool) -> None:
+    cast = Cast.parse("fp8_tensorwise")
+    x, residual = (gaussian(2, 9, 70, seed=s).to(dtype) for s in (2, 3))
+    bias = gaussian(70, seed=5).to(dtype) if centered else None
+    how: dict[str, Any] = {"weight": 1 + gaussian(70, seed=4).to(dtype), "bias": bias}
+    for other in (None, residual):
+        how |= {"centered": centered, "residual": other}
+        done, column = triton_kernels.normalize_whole(x, cast, **how)
+        plain = triton_kernels.normalize(x, None, **how)
+        assert torch.equal(done.source, plain.source)
+        for got, want in zip(done.statistics, plain.statistics, strict=True):
+            assert torch.equal(got, want)
+        values = plain.result
+        assert_same(done.result, law(values, cast, -1))
+        assert_same(column, law(values.reshape(18, 70), cast, -2))
+
+
+def test_a_norm_refuses_what_has_no_one_scale() -> None:
+    x = gaussian(6, 5, seed=1)
+    with pytest.raises(UnsupportedError, match="mxfp8 has no one scale for the whole tensor"):
+        triton_kernels.normalize_whole(x, MX)
+    with pytest.raises(UnsupportedError, match="at most 16384"):
+        triton_kernels.normalize_whole(gaussian(1, 16385, seed=1), Cast.parse("fp8_tensorwise"))
+
+
+@inside
 @pytest.mark.parametrize("rows_and_blocks", [(1, 1), (32, 4), (130, 5), (256, 9), (3, 0)])
 def test_swizzled_scales(rows_and_blocks: tuple[int, int]) -> None:
     """The layout of torch's SWIZZLE_32_4_4, written out."""
@@ -156,24 +187,30 @@ def test_what_cannot_be_swizzled_is_refused() -> None:
 
 
 @inside
-@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8-rotated-wgrad"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8-rotated-wgrad", "fp8-tensorwise"])
 @pytest.mark.parametrize("inside_the_norm", [True, False])
 def test_norm_linear_by_the_kernels(
     recipe: str, inside_the_norm: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forward and backward use the codes of the kernels' norm followed by a cast, bit for bit."""
-    chosen = {"mxfp8", "mxfp8_32x32", "rotation + mxfp8"}
-    chosen |= {"norm + mxfp8"} if inside_the_norm else set()
+    chosen = {"mxfp8", "mxfp8_32x32", "rotation + mxfp8", "fp8_tensorwise"}
+    chosen |= {"norm + mxfp8", "norm + fp8_tensorwise"} if inside_the_norm else set()
     monkeypatch.setattr(triton_kernels, "PROVEN", frozenset(chosen))
+    # Products run on the CPU: none is native.
+    monkeypatch.setattr(scaled_mm, "refuse", lambda op, facts: "not here")
     torch.manual_seed(0)
     module = lowprec.NormLinear(nn.RMSNorm(64, eps=1e-6), nn.Linear(64, 32)).bfloat16()
     nn.init.normal_(module.norm.weight)
-    plan = lowprec.plan(module, lowprec.load_recipe(recipe), hardware=NAMED["h200"])
+    rules = lowprec.load_recipe(recipe).rules[:1]  # another spares the last layer
+    short = dataclasses.replace(lowprec.load_recipe(recipe), rules=rules)
+    plan = lowprec.plan(module, short, hardware=NAMED["h200"])
     assert "casts by triton" in str(plan)
     lowprec.apply(module, plan)
     products = module.linear.lowprec_products
     assert products.inside[0].by_kernel
-    assert products.inside[0].norm_keeps == (not inside_the_norm)
+    by_row = inside_the_norm and recipe != "fp8-tensorwise"
+    assert products.inside[0].norm_keeps == (not by_row)
+    assert (products.inside[0].norm_whole is not None) == (inside_the_norm and not by_row)
     x, residual, passed = (gaussian(40, 64, seed=s).bfloat16() for s in (1, 2, 3))
     x.requires_grad_()
     y, summed = module(x, residual)
@@ -203,7 +240,7 @@ def test_norm_linear_by_the_kernels(
             module(x, residual)
         kept.append(len(packed))
     # Codes and scales are kept for wgrad alone.
-    assert kept[0] - kept[1] == (0 if inside_the_norm else 2)
+    assert kept[0] - kept[1] == (0 if by_row else 2)
 
 
 @inside
@@ -240,6 +277,7 @@ def test_the_ops_have_fakes_and_schemas_that_fit() -> None:
         "rotate_cast": (x[None], None, 16, 0.25, "mxfp8:sr", False, None, numbers, "inner"),
         "cast_tensor_both": (x[None], "fp8_tensorwise"),
         "norm_both": (x, None, weight, None, 1e-6, True, "mxfp8", "mxfp8"),
+        "norm_whole": (x, x, weight, None, 1e-6, True, "fp8_tensorwise"),
         "norm_again": (x, weight, None, None, rstd, "", "mxfp8"),
         "gate_backward_halves": (x[:, :24], x, "silu"),
         "swizzle_scales": (torch.zeros(1, 3, 5, dtype=torch.uint8),),

@@ -232,7 +232,7 @@ def without_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of the backward pass are of what codes stand for, in bf16; no kernel streams."""
     from lowprec.backends.triton_kernels import attention_stream_ops
 
-    for name in ("takes_backward", "takes_backward_of_copies"):
+    for name in ("takes_backward", "takes_backward_of_codes"):
         monkeypatch.setattr(attention_stream_ops, name, lambda one: False)
 
 
@@ -267,7 +267,7 @@ def drawn_by_tiles(heads: tuple[int, int], width: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("heads", [(4, 2), (2, 2)])
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("mask", ["none", "causal"])
-@pytest.mark.parametrize("policy", ["ROUNDED", "ROUNDED_DP"])
+@pytest.mark.parametrize("policy", ["ROUNDED", "NATIVE", "ROUNDED_DP"])
 def test_products_of_codes_in_a_bf16_backward_pass(
     policy: str, mask: str, width: int, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,7 +294,7 @@ def test_products_of_codes_in_a_bf16_backward_pass(
 
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("mask", ["none", "causal"])
-@pytest.mark.parametrize("policy", ["ROUNDED", "ROUNDED_DP"])
+@pytest.mark.parametrize("policy", ["ROUNDED", "NATIVE", "ROUNDED_DP"])
 def test_products_of_codes_read_nothing_of_neighbours(policy: str, mask: str, width: int) -> None:
     """NaN and Inf of the sequences around, and of the memory around all, change no bit."""
     from lowprec.backends.triton_kernels import attention_ops
@@ -318,7 +318,7 @@ def test_products_of_codes_read_nothing_of_neighbours(policy: str, mask: str, wi
         assert torch.equal(got[name][inside], want[name][inside]), name
 
 
-@pytest.mark.parametrize("policy", ["ROUNDED", "ROUNDED_DP"])
+@pytest.mark.parametrize("policy", ["ROUNDED", "NATIVE", "ROUNDED_DP"])
 def test_a_bf16_backward_pass_streams_and_waits_for_nothing(policy: str) -> None:
     from lowprec.backends.triton_kernels import (
         attention_ops,
@@ -338,5 +338,5 @@ def test_a_bf16_backward_pass_streams_and_waits_for_nothing(policy: str) -> None
     one = attention_ops.given((q, k, v), (ends[0], ends[1]), None, call, how)
     assert not attention_stream_ops.takes_backward(one)
     if torch.cuda.get_device_capability()[0] == 9:
-        read = attention_round_ops.rounded(one, codes=True)
+        read = attention_round_ops.coded(one)
         assert attention_stream_ops.takes_backward(read)

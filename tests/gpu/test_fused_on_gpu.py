@@ -139,6 +139,29 @@ def test_norms_and_casts(text: str) -> None:
                 assert torch.allclose(row.rstd, both.rstd, rtol=1e-5)
 
 
+@pytest.mark.parametrize("text", ["fp8_tensorwise"])
+def test_norms_and_casts_with_one_scale(text: str) -> None:
+    """A norm that is made twice has the bits of one that is written, and then cast."""
+    cast = Cast.parse(text)
+    for rows, cols in [(0, 64), (1, 39), (63, 100), (300, 1000), (129, 2048), (9000, 512)]:
+        for poison in (False, True):
+            for centered in (False, True):
+                x, other = (torch.randn(rows, cols, device="cuda").bfloat16() for _ in "ab")
+                if poison and rows:
+                    x[-1, -1] = torch.nan if centered else torch.inf
+                weight, bias = (torch.randn(cols, device="cuda").bfloat16() for _ in "wb")
+                affine = {"weight": weight, "bias": bias if centered else None}
+                for residual in (None, other):
+                    options = {**affine, "centered": centered, "residual": residual}
+                    done, column = triton_kernels.normalize_whole(x, cast, **options)
+                    plain = triton_kernels.normalize(x, None, **options)
+                    where = (rows, cols, centered, poison)
+                    for got, want in zip(done.statistics, plain.statistics, strict=True):
+                        assert torch.equal(got.nan_to_num(), want.nan_to_num()), where
+                    assert_same(done.result, law(plain.result, cast, -1), *where)
+                    assert_same(column, law(plain.result, cast, -2), *where)
+
+
 @pytest.mark.parametrize("text", NORMED)
 def test_gates_and_casts(text: str) -> None:
     cast = Cast.parse(text)
@@ -357,6 +380,7 @@ def test_repeated_launches_give_the_bits_of_tritons_own(
                 (norm_ops.norm_cast, (x, other, weight, bias, 1e-6, True, "")),
                 (norm_ops.norm_both, (x, None, weight, None, 1e-6, False, mx, mx)),
                 (norm_ops.norm_both, (x, other, None, None, 1e-6, False, mx, mx)),
+                (norm_ops.norm_whole, (x, None, weight, bias, 1e-6, True, "fp8_tensorwise")),
                 (norm_ops.norm_again, (x, weight, bias, mean, rstd, "", tile)),
                 (norm_ops.norm_again, (x, weight, None, None, rstd, "", "")),
                 (norm_ops.norm_backward, (dy, x, weight, mean, rstd, other, True)),

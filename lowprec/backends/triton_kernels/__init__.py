@@ -269,6 +269,12 @@ def fits_norm(cast: Cast, *, again: bool = False) -> bool:
     return blocks and not cast.stochastic and "norm + " + cast.text in PROVEN
 
 
+def fits_norm_whole(cast: Cast) -> bool:
+    """Whether kernels normalize and cast both ways with one scale for the whole tensor."""
+    whole = cast.format.block == (ALL, ALL) and not cast.stochastic
+    return whole and "norm + " + cast.text in PROVEN
+
+
 def fits_gate(cast: Cast) -> bool:
     """Whether a kernel applies an activation and casts its result, to nearest, by row."""
     return _one_row(cast) and not cast.stochastic and "gate + " + cast.text in PROVEN
@@ -288,6 +294,7 @@ _LATER: Final = {
     "normalize_again": "fused",
     "normalize_backward": "fused",
     "normalize_both": "fused",
+    "normalize_whole": "fused",
     "normalized": "fused",
     "rotate_quantize": "rotated",
     "from_swizzled": "scale_layouts",

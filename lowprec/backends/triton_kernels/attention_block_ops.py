@@ -74,11 +74,12 @@ def backward(
     grads: list[torch.Tensor],
 ) -> None:
     """Write dq, dk and dv. do_read: dO as dP reads it where dV does not, strided alike."""
+    q_read, k_read = one.of_s or (None, None)
     heads = one.q.shape[1]
     starts, owners = schedule(one.cu_q, one.cu_q, one.tokens, one.call.mask.size * RUN)
     strides = [s for t in (one.q, one.k, one.v, do, o) for s in t.stride()[:2]]
     attention_blocks.blocks_backward[(owners.shape[0] * heads,)](
-        *_stored(one.q, one.k, one.v, do, do_read, o, *grads),
+        *_stored(one.q, one.k, one.v, do, q_read, k_read, do_read, o, *grads),
         *(lse, one.cu_q, starts, owners, one.cu_q.shape[0] - 1, one.tokens),
         *(heads, *strides, one.call.scale),
         **_constants(one, wide=128),

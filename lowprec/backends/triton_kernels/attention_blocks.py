@@ -97,6 +97,8 @@ def blocks_backward(
     k,
     v,
     do,
+    q_read,
+    k_read,
     do_read,
     o,
     dq,
@@ -130,7 +132,7 @@ def blocks_backward(
 ):
     """dq, dk, dv [tokens, heads, WIDTH] of one run of blocks a program; as many key heads.
 
-    do_read: as of attention_gradients.keys_backward.
+    *_read: as in attention_gradients.
     """
     IS_SOFTMAX: tl.constexpr = KIND == "softmax" or KIND == "softmax, scaled"
     live, sequence, head, tile = run_of(starts, owners, batch, heads)
@@ -155,10 +157,15 @@ def blocks_backward(
         query = load_rows(query_at, first, length, q_row, SIZE, D, WIDTH)
         key = load_rows(key_at, first, length, k_row, SIZE, D, WIDTH)
         do_tile = load_rows(do_at, first, length, do_row, SIZE, D, WIDTH)
-        read_tile = do_tile
+        s_query, s_key, dp_tile = query, key, do_tile
+        if q_read is not None:
+            read_at = q_read + wide * q_row + high * q_head
+            s_query = load_rows(read_at, first, length, q_row, SIZE, D, WIDTH)
+            read_at = k_read + wide * k_row + high * k_head
+            s_key = load_rows(read_at, first, length, k_row, SIZE, D, WIDTH)
         if do_read is not None:
             read_at = do_read + wide * do_row + high * do_head
-            read_tile = load_rows(read_at, first, length, do_row, SIZE, D, WIDTH)
+            dp_tile = load_rows(read_at, first, length, do_row, SIZE, D, WIDTH)
         value = load_rows(value_at, first, length, v_row, SIZE, D, WIDTH)
         power, mean = 0.0, 0.0
         if IS_SOFTMAX:
@@ -166,10 +173,10 @@ def blocks_backward(
             # Rows without a finite score have no sum to divide by: their P is zero.
             power = tl.where(power == float("-inf"), float("inf"), power)[:, None]
             o_tile = load_rows(o_at, first, length, o_row, SIZE, D, WIDTH)
-            mean = tl.sum(read_tile.to(tl.float32) * o_tile.to(tl.float32), 1)[:, None]
-        s = product(query, tl.trans(key))
+            mean = tl.sum(dp_tile.to(tl.float32) * o_tile.to(tl.float32), 1)[:, None]
+        s = product(s_query, tl.trans(s_key))
         x = scores(s, scale, None, rows, first, length, length, 0, KIND)
-        dp = product(read_tile, tl.trans(value))
+        dp = product(dp_tile, tl.trans(value))
         if first + SIZE > length:
             seen = there[:, None] & there[None, :]
             x = tl.where(seen, x, float("-inf") if IS_SOFTMAX else 0.0)

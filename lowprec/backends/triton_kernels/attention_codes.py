@@ -56,11 +56,3 @@ def first_tile(cu, sequence, BLOCK: tl.constexpr):
 def operand(codes, INTEGER: tl.constexpr):
     """Codes as an operand of a product: E4M3, or float32 where operands are that."""
     return decode(codes, "e4m3") if INTEGER else codes.to(tl.float8e4nv, bitcast=True)
-
-
-@triton.jit
-def load_codes(at, first, TILE: tl.constexpr, D: tl.constexpr, INTEGER: tl.constexpr):
-    """TILE rows of codes from `first` on as an operand [TILE, D]."""
-    r, c = tl.arange(0, TILE), tl.arange(0, D)
-    codes = tl.load(at + tl.cast(first, tl.int64) * D + (r[:, None] * D + c[None, :]))
-    return operand(codes, INTEGER)

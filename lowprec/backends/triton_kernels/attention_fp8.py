@@ -26,7 +26,7 @@ from lowprec.backends.triton_kernels.attention_parts import (
     store_rows,
     stretch,
 )
-from lowprec.backends.triton_kernels.codec import as_float32, decode, encode
+from lowprec.backends.triton_kernels.codec import as_float32, encode
 
 
 @triton.jit
@@ -121,45 +121,6 @@ def encode_pair(
             at, codes_v, scales_v, first, keys, v_row, place,
             TURN, RULE, BLOCK, WIDTH, D, INTEGER,
         )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["batch", "tokens"])
-def delta_of_codes(
-    do,
-    o,
-    delta,
-    cu_q,
-    starts,
-    owners,
-    batch,
-    tokens,
-    heads,
-    do_row,
-    do_head,
-    o_row,
-    o_head,
-    RULE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    D: tl.constexpr,
-    INTEGER: tl.constexpr,
-):
-    """delta [heads, tokens] = rowsum(dO * O), dO as its codes say it, of one tile a program."""
-    live, sequence, head, tile = place_of(starts, owners, cu_q, batch, heads, BLOCK)
-    if not live:
-        return
-    first_q = tl.load(cu_q + sequence)
-    queries = tl.load(cu_q + sequence + 1) - first_q
-    wide, first = head.to(tl.int64), tile * BLOCK
-    do_at = do + first_q.to(tl.int64) * do_row + wide * do_head
-    o_at = o + first_q.to(tl.int64) * o_row + wide * o_head
-    codes, scale = encode_tile(
-        load_rows(do_at, first, queries, do_row, BLOCK, D, WIDTH), RULE, INTEGER
-    )
-    o_tile = load_rows(o_at, first, queries, o_row, BLOCK, D, WIDTH).to(tl.float32)
-    found = tl.sum(decode(codes, "e4m3") * o_tile, 1) * scale
-    rows = first + tl.arange(0, BLOCK)
-    tl.store(delta + wide * tokens + first_q + rows, found, mask=rows < queries)
 
 
 @triton.jit(do_not_specialize=["batch", "tokens", "tiles_q", "tiles", "left", "right", "size"])

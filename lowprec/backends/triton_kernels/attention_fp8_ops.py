@@ -104,33 +104,3 @@ def forward(one: Any, how: Native8, o: torch.Tensor, lse: torch.Tensor, given: A
         INTEGER=launch.INTEGER,
         num_warps=warps,
     )
-
-
-def delta_of_codes(
-    one: Any, do: torch.Tensor, o: torch.Tensor, delta: torch.Tensor, rule: str
-) -> None:
-    """Write delta [H, Tq] from dO as dP reads it, so that the two share its errors."""
-    heads, tokens = delta.shape
-    starts, owners = schedule(one.cu_q, one.cu_q, tokens, BLOCK)
-    attention_fp8.delta_of_codes[(owners.shape[0] * heads,)](
-        *(stored_as(t, integer=launch.INTEGER) for t in (do, o)),
-        *(delta, one.cu_q, starts, owners),
-        *(one.cu_q.shape[0] - 1, tokens, heads, *do.stride()[:2], *o.stride()[:2]),
-        RULE=rule,
-        BLOCK=BLOCK,
-        WIDTH=one.width,
-        D=triton.next_power_of_2(one.width),
-        INTEGER=launch.INTEGER,
-        num_warps=8,
-    )
-
-
-def backward_codes(one: Any, do: torch.Tensor, how: Native8 | None) -> list[Any]:
-    """What keys_backward and queries_backward take of 8-bit operands: codes, scales, extents."""
-    if how is None:
-        return [None] * 8 + [0, 0]
-    queries = encode_pair(one.q, do, one.cu_q, how.rule, turn=False)
-    keys = encode_pair(one.k, one.v, one.cu_k, how.rule, turn=False)
-    of_s = [queries.codes[0], keys.codes[0], queries.scales[0], keys.scales[0]]
-    of_dp = [queries.codes[1], keys.codes[1], queries.scales[1], keys.scales[1]]
-    return [*of_s, *(of_dp if how.dp else [None] * 4), queries.tiles, keys.tiles]

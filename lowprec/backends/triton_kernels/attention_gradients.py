@@ -6,15 +6,15 @@ One keeps a tile of keys and streams queries past it for dK and dV, the other a 
 streams keys for dQ: two of seven products are computed twice, and in return every sum has one
 order, whatever else is in the batch. Names and shapes are those of the forward kernel.
 
-With codes (see attention_fp8) S, dP or both are products of 8-bit operands, which lie along their
-contraction as they are; the other products are bf16.
+A policy in 8 bits may have S and dP read what codes say, and the other products what was given:
+*_read are then that, laid out as what they stand for.
 """
 
 import triton
 import triton.language as tl
 
 from lowprec.backends.triton_kernels.attention import scores
-from lowprec.backends.triton_kernels.attention_codes import first_tile, load_codes
+from lowprec.backends.triton_kernels.attention_codes import first_tile
 from lowprec.backends.triton_kernels.attention_parts import (
     LOG2E,
     activated_slope,
@@ -134,12 +134,13 @@ def slopes(dp, x, exponents, delta, scale, KIND: tl.constexpr, INTEGER: tl.const
     return p, ds
 
 
-@triton.jit(do_not_specialize=["batch", "tokens", "tiles_q", "tiles_k", "left", "right", "size"])
+@triton.jit(do_not_specialize=["batch", "tokens", "left", "right", "size"])
 def keys_backward(
     q,
     k,
     v,
     do,
+    q_read,
     do_read,
     dk,
     dv,
@@ -149,16 +150,6 @@ def keys_backward(
     cu_k,
     starts,
     owners,
-    codes_q,
-    codes_k,
-    scales_q,
-    scales_k,
-    codes_do,
-    codes_v,
-    scales_do,
-    scales_v,
-    tiles_q,
-    tiles_k,
     bias,
     batch,
     tokens,
@@ -185,13 +176,12 @@ def keys_backward(
     TILE_Q: tl.constexpr,
     TILE_K: tl.constexpr,
     STAGES: tl.constexpr,
-    BLOCK: tl.constexpr,
     INTEGER: tl.constexpr,
 ):
     """dk and dv [tokens, shared_heads, WIDTH] of one tile of keys a program, over its group.
 
-    do_read, or None: dO as dP reads it where dV does not, with the strides of do. Scores are
-    transposed here, [keys, queries], so that P and dS are left operands as they are.
+    k and v are as S and dP read them; q_read and do_read likewise, or None where dK and dV read the
+    same. Scores are transposed here, [keys, queries], so that P and dS are left operands at once.
     Rows past the last query need no mask: their dO is zero, and by its exponent their P.
     """
     IS_SOFTMAX: tl.constexpr = KIND == "softmax" or KIND == "softmax, scaled"
@@ -208,14 +198,6 @@ def keys_backward(
     value_at = v + wide_k * v_row + shared.to(tl.int64) * v_head
     key = load_rows(key_at, first, keys, k_row, TILE_K, D, WIDTH)
     value = load_rows(value_at, first, keys, v_row, TILE_K, D, WIDTH)
-    if codes_k is not None:
-        place = shared.to(tl.int64) * tiles_k + first_tile(cu_k, sequence, BLOCK)
-        key_codes = load_codes(codes_k + place * (BLOCK * D), first, TILE_K, D, INTEGER)
-        key_unit = tl.load(scales_k + place + first // BLOCK)
-    if codes_v is not None:
-        place = shared.to(tl.int64) * tiles_k + first_tile(cu_k, sequence, BLOCK)
-        value_codes = load_codes(codes_v + place * (BLOCK * D), first, TILE_K, D, INTEGER)
-        value_unit = tl.load(scales_v + place + first // BLOCK)
     acc_k = tl.zeros((TILE_K, D), tl.float32)
     acc_v = tl.zeros((TILE_K, D), tl.float32)
 
@@ -231,24 +213,18 @@ def keys_backward(
         query_at = q + wide_q * q_row + head * q_head
         do_at = do + wide_q * do_row + head * do_head
         line = head * tokens + first_q
-        place = head * tiles_q + first_tile(cu_q, sequence, BLOCK)
         for m in tl.range(start, end, TILE_Q, num_stages=STAGES):
             rows = m + tl.arange(0, TILE_Q)
             query = load_rows(query_at, m, queries, q_row, TILE_Q, D, WIDTH)
-            factor = scale
-            if codes_k is not None:
-                at = codes_q + place * (BLOCK * D)
-                s = product(key_codes, tl.trans(load_codes(at, m, TILE_Q, D, INTEGER)))
-                factor = scale * key_unit * tl.load(scales_q + place + m // BLOCK)
+            if q_read is not None:
+                read_at = q_read + wide_q * q_row + head * q_head
+                read_tile = load_rows(read_at, m, queries, q_row, TILE_Q, D, WIDTH)
+                s = product(key, tl.trans(read_tile))
             else:
                 s = product(key, tl.trans(query))
             x = scores_of_keys(s, scale, plane, rows, first, queries, keys, bias_row, KIND)
             do_tile = load_rows(do_at, m, queries, do_row, TILE_Q, D, WIDTH)
-            if codes_v is not None:
-                at = codes_do + place * (BLOCK * D)
-                dp = product(value_codes, tl.trans(load_codes(at, m, TILE_Q, D, INTEGER)))
-                dp = dp * (value_unit * tl.load(scales_do + place + m // BLOCK))
-            elif do_read is not None:
+            if do_read is not None:
                 read_at = do_read + wide_q * do_row + head * do_head
                 read_tile = load_rows(read_at, m, queries, do_row, TILE_Q, D, WIDTH)
                 dp = product(value, tl.trans(read_tile))
@@ -264,7 +240,7 @@ def keys_backward(
                 there = rows < queries
                 power = tl.load(exponents + line + rows, mask=there, other=float("inf"))[None, :]
                 mean = tl.load(delta + line + rows, mask=there, other=0.0)[None, :]
-            p, ds = slopes(dp, x, power, mean, factor, KIND, INTEGER)
+            p, ds = slopes(dp, x, power, mean, scale, KIND, INTEGER)
             acc_v = product(narrow(p, INTEGER), do_tile, acc_v)
             acc_k = product(narrow(ds, INTEGER), query, acc_k)
     stride = shared_heads * WIDTH
@@ -273,12 +249,13 @@ def keys_backward(
     store_rows(dk + out, first, keys, stride, acc_k * scale, WIDTH, INTEGER)
 
 
-@triton.jit(do_not_specialize=["batch", "tokens", "tiles_q", "tiles_k", "left", "right", "size"])
+@triton.jit(do_not_specialize=["batch", "tokens", "left", "right", "size"])
 def queries_backward(
     q,
     k,
     v,
     do,
+    k_read,
     dq,
     exponents,
     delta,
@@ -286,16 +263,6 @@ def queries_backward(
     cu_k,
     starts,
     owners,
-    codes_q,
-    codes_k,
-    scales_q,
-    scales_k,
-    codes_do,
-    codes_v,
-    scales_do,
-    scales_v,
-    tiles_q,
-    tiles_k,
     bias,
     batch,
     tokens,
@@ -322,10 +289,12 @@ def queries_backward(
     TILE_Q: tl.constexpr,
     TILE_K: tl.constexpr,
     STAGES: tl.constexpr,
-    BLOCK: tl.constexpr,
     INTEGER: tl.constexpr,
 ):
-    """dq [tokens, heads, WIDTH] of one tile of queries a program."""
+    """dq [tokens, heads, WIDTH] of one tile of queries a program.
+
+    q, v and do are as S and dP read them; k_read likewise, or None where dQ reads the same.
+    """
     IS_SOFTMAX: tl.constexpr = KIND == "softmax" or KIND == "softmax, scaled"
     live, sequence, head, tile = place_of(starts, owners, cu_q, batch, heads, TILE_Q)
     if not live:
@@ -346,14 +315,6 @@ def queries_backward(
     plane = None if bias is None else bias + wide * bias_head
     query = load_rows(query_at, first, queries, q_row, TILE_Q, D, WIDTH)
     do_tile = load_rows(do_at, first, queries, do_row, TILE_Q, D, WIDTH)
-    near = shared * tiles_k + first_tile(cu_k, sequence, BLOCK)
-    place = wide * tiles_q + first_tile(cu_q, sequence, BLOCK)
-    if codes_q is not None:
-        query_codes = load_codes(codes_q + place * (BLOCK * D), first, TILE_Q, D, INTEGER)
-        query_unit = tl.load(scales_q + place + first // BLOCK)
-    if codes_do is not None:
-        do_codes = load_codes(codes_do + place * (BLOCK * D), first, TILE_Q, D, INTEGER)
-        do_unit = tl.load(scales_do + place + first // BLOCK)
     power, mean = 0.0, 0.0
     if IS_SOFTMAX:
         at, there = wide * tokens + first_q + rows, rows < queries
@@ -369,26 +330,19 @@ def queries_backward(
     start, end = loop_end(start, INTEGER), loop_end(end, INTEGER)
     for n in tl.range(start, end, TILE_K, num_stages=STAGES):
         key = load_rows(key_at, n, keys, k_row, TILE_K, D, WIDTH)
-        factor = scale
-        if codes_q is not None:
-            codes = load_codes(codes_k + near * (BLOCK * D), n, TILE_K, D, INTEGER)
-            s = product(query_codes, tl.trans(codes))
-            factor = scale * query_unit * tl.load(scales_k + near + n // BLOCK)
+        if k_read is not None:
+            read_at = k_read + first_k.to(tl.int64) * k_row + shared * k_head
+            s = product(query, tl.trans(load_rows(read_at, n, keys, k_row, TILE_K, D, WIDTH)))
         else:
             s = product(query, tl.trans(key))
         x = scores(s, scale, plane, rows, n, queries, keys, bias_row, KIND)
-        if codes_do is not None:
-            codes = load_codes(codes_v + near * (BLOCK * D), n, TILE_K, D, INTEGER)
-            dp = product(do_codes, tl.trans(codes))
-            dp = dp * (do_unit * tl.load(scales_v + near + n // BLOCK))
-        else:
-            value = load_rows(value_at, n, keys, v_row, TILE_K, D, WIDTH)
-            dp = product(do_tile, tl.trans(value))
+        value = load_rows(value_at, n, keys, v_row, TILE_K, D, WIDTH)
+        dp = product(do_tile, tl.trans(value))
         if (n < clear) | (n >= unclear):
             seen = seen_by(low, high, n, TILE_K)
             x = tl.where(seen, x, float("-inf") if IS_SOFTMAX else 0.0)
             dp = tl.where(seen, dp, 0.0)
-        _, ds = slopes(dp, x, power, mean, factor, KIND, INTEGER)
+        _, ds = slopes(dp, x, power, mean, scale, KIND, INTEGER)
         acc = product(narrow(ds, INTEGER), key, acc)
     out = (first_q.to(tl.int64) * heads + head) * WIDTH
     store_rows(dq + out, first, queries, heads * WIDTH, acc * scale, WIDTH, INTEGER)

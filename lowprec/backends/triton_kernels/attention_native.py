@@ -42,9 +42,9 @@ def refuse_native(
 class Native8(NamedTuple):
     """How a policy is quantized: one scale rule, the factor of P, what the backward pass reads.
 
-    dp: dP casts dO too. rounded: dQ and dK read k and q as the forward pass did; where kernels
-    stream, S, and dP with dp, are products of codes, elsewhere BF16 products of what codes say.
-    Without `rounded` S, and dP with dp, are always products of codes, and dQ and dK read k and q.
+    S of the backward pass is that of the forward pass. dp: dP casts dO and v. rounded: dQ and dK
+    read k and q, and dP v, as the forward pass did. Where kernels stream, S, and dP with dp, are
+    products of codes, elsewhere BF16 products of what codes say.
     """
 
     rule: str

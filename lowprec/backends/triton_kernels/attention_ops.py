@@ -27,7 +27,7 @@ from lowprec.backends.triton_kernels import (
     attention_stream_ops,
     launch,
 )
-from lowprec.backends.triton_kernels.attention_native import BLOCK, Native8, refuse_native
+from lowprec.backends.triton_kernels.attention_native import Native8, refuse_native
 from lowprec.backends.triton_kernels.attention_schedule import (
     Apart,
     List,
@@ -88,7 +88,7 @@ CHUNK: Final = 2048
 _FEW: Final = {width: Shape(64, 64, 3, 4) for width in (16, 32, 64)}
 FORWARD_FEW: Final = FORWARD | _FEW | {128: Shape(64, 64, 3, 4)}
 QUERIES_FEW: Final = QUERIES | _FEW
-# Slopes of activations, and scales of 8-bit operands, need registers.
+# Slopes of activations, and operands read in two ways, need registers.
 MORE_KEYS: Final = KEYS | {128: Shape(32, 128, 2, 8)}
 _INTERPRETED: Final = Shape(32, 32, 1, 1)
 """In the interpreter, so that short sequences have several tiles."""
@@ -97,8 +97,8 @@ _INTERPRETED: Final = Shape(32, 32, 1, 1)
 class Given(NamedTuple):
     """A call with its tensors; q, k, v lined up as the kernels read them.
 
-    codes: q and k once more, as codes, where S of the backward pass is a product of these; see
-    attention_round_ops.
+    of_s, codes: q and k once more, as S of the backward pass reads them: what codes say, or codes;
+    see attention_round_ops.
     """
 
     q: torch.Tensor
@@ -109,6 +109,7 @@ class Given(NamedTuple):
     bias: torch.Tensor | None
     call: AttentionCall
     native: Native8 | None = None
+    of_s: tuple[torch.Tensor, torch.Tensor] | None = None
     codes: attention_round_ops.Operands8 | None = None
 
     @property
@@ -202,7 +203,7 @@ def given(
     return Given(lined(q), lined(k), lined(v), *cu, bias, call, Native8.of(policy))
 
 
-def stored(t: torch.Tensor) -> torch.Tensor | None:
+def stored(t: torch.Tensor | None) -> torch.Tensor | None:
     """`t` as the kernels read it."""
     return stored_as(t, integer=launch.INTEGER)
 
@@ -336,12 +337,10 @@ def attention_backward(
     """dq, dk, dv and dbias; see lowprec.attention_call."""
     one = given((q, k, v), (cu_q, cu_k), bias, call, policy)
     do, do_read = lined(do), None
-    if one.native and one.native.rounded:
-        streams = attention_stream_ops.takes_backward_of_copies(one)
-        if one.native.dp and not streams:
-            do = do.contiguous()
-            do_read = attention_round_ops.rounded_do(one, do)
-        one = attention_round_ops.rounded(one, codes=streams)
+    if one.native and attention_stream_ops.takes_backward_of_codes(one):
+        one = attention_round_ops.coded(one)
+    elif one.native:
+        one, do, do_read = attention_round_ops.rounded(one, do)
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     if q.numel() and attention_block_ops.takes_backward(one):
         attention_block_ops.backward(one, do, do_read, lined(o), lse, [dq, dk, dv])
@@ -349,37 +348,33 @@ def attention_backward(
     if q.numel() and attention_stream_ops.takes_backward(one):
         attention_stream_ops.backward(one, do, lined(o), lse, [dq, dk, dv])
         return dq, dk, dv, None
-    read = do if do_read is None else do_read
-    exponents, delta = _prepared(read, lined(o), lse.contiguous())
-    if one.native and one.native.dp and q.numel():
-        attention_fp8_ops.delta_of_codes(one, do, lined(o), delta, one.native.rule)
-    rest = [exponents, delta, cu_q, cu_k]
-    operands = [*one.operands(), stored(read)]
-    codes = attention_fp8_ops.backward_codes(one, do, one.native)
+    # S reads queries and keys, dP dO; what the other products read is beside them.
+    s_q, s_k = one.of_s or (one.q, one.k)
+    dp_do = do if do_read is None else do_read
+    rest = [*_prepared(dp_do, lined(o), lse.contiguous()), cu_q, cu_k]
     if k.numel():
-        plain = call.activation == "softmax" and one.native is None
-        shape = one.shape(KEYS if plain else MORE_KEYS)
+        alike = one.of_s is None and do_read is None
+        shape = one.shape(KEYS if call.activation == "softmax" and alike else MORE_KEYS)
         starts, owners = schedule(cu_k, cu_q, k.shape[0], shape.tile_k)
         attention_gradients.keys_backward[(owners.shape[0] * k.shape[1],)](
-            *(*one.operands(), stored(do), None if do_read is None else stored(do_read)),
-            *(stored(dk), stored(dv), *rest, starts, owners, *codes),
+            *map(stored, (one.q, s_k, one.v, do, s_q if one.of_s else None, do_read)),
+            *(stored(dk), stored(dv), *rest, starts, owners),
             *one.numbers(k.shape[1], do),
-            BLOCK=BLOCK,
             **one.constants(shape),
         )
     if q.numel():
         shape = one.shape(QUERIES_FEW if one.few else QUERIES)
         starts, owners = schedule(cu_q, cu_k, q.shape[0], shape.tile_q)
         attention_gradients.queries_backward[(owners.shape[0] * q.shape[1],)](
-            *operands,
-            *(stored(dq), *rest, starts, owners, *codes),
+            *map(stored, (s_q, one.k, one.v, dp_do, s_k if one.of_s else None)),
+            *(stored(dq), *rest, starts, owners),
             *one.numbers(q.shape[1], do),
-            BLOCK=BLOCK,
             **one.constants(shape),
         )
     dbias = None
     if one.bias is not None and bias is not None and call.wants_dbias:
-        dbias = _bias_gradient(one, one.bias, [*operands], rest, do).to(bias.dtype)
+        operands = [*one.operands(), stored(do)]
+        dbias = _bias_gradient(one, one.bias, operands, rest, do).to(bias.dtype)
     return dq, dk, dv, dbias
 
 

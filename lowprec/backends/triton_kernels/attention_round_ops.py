@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -29,33 +30,55 @@ class Operands8(NamedTuple):
     scales_v: torch.Tensor | None
 
 
-def rounded(one: Any, *, codes: bool = False) -> Any:
-    """A call (attention_ops.Given) in bf16, of q, k and v as its forward pass read them.
+class _Form(NamedTuple):
+    """What is made of a tensor: its values as its codes say them, and the codes."""
 
-    codes: q and k also as codes, for products S of these; v is codes where dP is one, too.
+    values: bool
+    codes: bool
+
+
+class _Made(NamedTuple):
+    """Values [T, H, D], and codes with their scales."""
+
+    values: torch.Tensor | None
+    codes: Pair | None
+
+
+def coded(one: Any) -> Any:
+    """A call (attention_ops.Given) in 8 bits for kernels that stream: q and k also as codes.
+
+    q, k and v are as dQ, dK and dP read them; v is codes where dP is a product of codes.
     """
-    rule, of_keys, of_v = one.native.rule, None, None
-    of_queries = _listed(one.q, one.cu_q)
-    if one.cu_q.data_ptr() == one.cu_k.data_ptr() and one.cu_q.shape == one.cu_k.shape:
-        of_keys = of_queries
-    of_keys = of_keys or _listed(one.k, one.cu_k)
-    if not codes:
-        (q,) = _rounded((one.q,), one.cu_q, of_queries, rule)
-        k, v = _rounded((one.k, one.v), one.cu_k, of_keys, rule)
-        return one._replace(q=q, k=k, v=v, native=None)
-    of_q, of_k = _room(one.q, one.cu_q), _room(one.k, one.cu_k)
-    if one.native.dp:
-        of_v = _room(one.v, one.cu_k)
-    (q,) = _rounded((one.q,), one.cu_q, of_queries, rule, of_q)
-    k, *more = _rounded((one.k, one.v), one.cu_k, of_keys, rule, of_k, of_v)
-    v, scales_v = (more[0], None) if of_v is None else of_v
-    return one._replace(q=q, k=k, v=v, native=None, codes=Operands8(rule, of_q, of_k, scales_v))
+    native = one.native
+    form = _Form(values=native.rounded, codes=True)
+    of_v = _Form(values=native.rounded and not native.dp, codes=native.dp)
+    (q,), (k, v) = _made(one, ((one.q, form),), ((one.k, form), (one.v, of_v)))
+    assert q.codes is not None
+    assert k.codes is not None
+    read_v, scales_v = v.codes or (v.values, None)
+    read = {"q": q.values, "k": k.values, "v": read_v}
+    codes = Operands8(native.rule, q.codes, k.codes, scales_v)
+    made = {name: t for name, t in read.items() if t is not None}
+    return one._replace(**made, native=None, codes=codes)
 
 
-def rounded_do(one: Any, do: torch.Tensor) -> torch.Tensor:
-    """dO [T, H, D], rows lined up, as dP of a call in 8 bits reads it; contiguous."""
-    (found,) = _rounded((do,), one.cu_q, _listed(do, one.cu_q), one.native.rule)
-    return found
+def rounded(one: Any, do: torch.Tensor) -> tuple[Any, torch.Tensor, torch.Tensor | None]:
+    """The same for kernels of BF16 products, dO, and dO as dP reads it where that differs.
+
+    q and k are as dQ and dK read them, and `of_s` as S does where that differs; all that is read
+    in two ways is contiguous.
+    """
+    native = one.native
+    form = _Form(values=True, codes=False)
+    of_v = _Form(values=native.rounded or native.dp, codes=False)
+    of_do = _Form(values=native.dp, codes=False)
+    (q, read), (k, v) = _made(one, ((one.q, form), (do, of_do)), ((one.k, form), (one.v, of_v)))
+    if native.rounded:
+        one = one._replace(q=q.values, k=k.values)
+    else:
+        one = one._replace(q=one.q.contiguous(), k=one.k.contiguous(), of_s=(q.values, k.values))
+    one = one._replace(v=one.v if v.values is None else v.values, native=None)
+    return one, do if read.values is None else do.contiguous(), read.values
 
 
 def _room(x: torch.Tensor, cu: torch.Tensor) -> Pair:
@@ -65,43 +88,53 @@ def _room(x: torch.Tensor, cu: torch.Tensor) -> Pair:
     return codes, torch.empty((x.shape[1], tiles), dtype=torch.float32, device=x.device)
 
 
-def _listed(x: torch.Tensor, cu: torch.Tensor) -> Pair | None:
-    return schedule(cu, cu, x.shape[0], BLOCK) if x.numel() else None
+_Some = tuple[tuple[torch.Tensor, _Form], ...]
 
 
-def _rounded(
-    tensors: tuple[torch.Tensor, ...],
-    cu: torch.Tensor,
-    listed: Pair | None,
-    rule: str,
-    first_room: Pair | None = None,
-    second_room: Pair | None = None,
-) -> list[torch.Tensor]:
-    """One or two tensors [T, H, D], rows lined up, as their codes say them; see round_pair.
+def _made(one: Any, of_queries: _Some, of_keys: _Some) -> tuple[list[_Made], list[_Made]]:
+    """What is asked for of one or two tensors of queries, and of keys; rows lined up."""
+    listed = schedule(one.cu_q, one.cu_q, one.tokens, BLOCK) if one.q.numel() else None
+    made = _made_of(of_queries, one.cu_q, listed, one.native.rule)
+    same = one.cu_q.data_ptr() == one.cu_k.data_ptr() and one.cu_q.shape == one.cu_k.shape
+    if not one.k.numel():
+        listed = None
+    elif listed is None or not same:
+        listed = schedule(one.cu_k, one.cu_k, one.k.shape[0], BLOCK)
+    return made, _made_of(of_keys, one.cu_k, listed, one.native.rule)
 
-    first_room, second_room: for their codes and scales; of the second instead of its values.
-    """
-    first, none = tensors[0], [None] * (2 - len(tensors))
-    _, heads, width = first.shape
-    written = tensors if second_room is None else tensors[:1]
-    found = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in written]
-    if listed is not None:
-        strides = [t.stride()[:2] for t in (*tensors, first)][:2]
-        rooms = (first_room, second_room)
-        attention_round.round_pair[(listed[1].shape[0] * heads,)](
-            *(*_stored(tensors), *none, *_stored(found), *[None] * (2 - len(found))),
-            *(None if room is None else room[0].view(torch.uint8) for room in rooms),
-            *(None if room is None else room[1] for room in rooms),
-            *(cu, *listed, cu.shape[0] - 1, 0 if first_room is None else first_room[1].shape[1]),
-            *(heads, *strides[0], *strides[1]),
-            RULE=rule,
-            BLOCK=BLOCK,
-            WIDTH=width,
-            D=triton.next_power_of_2(width),
-            INTEGER=launch.INTEGER,
-            num_warps=WARPS,
+
+def _made_of(some: _Some, cu: torch.Tensor, listed: Pair | None, rule: str) -> list[_Made]:
+    """One pass over one or two tensors; see attention_round.round_pair."""
+    made = [
+        _Made(
+            torch.empty(t.shape, dtype=t.dtype, device=t.device) if form.values else None,
+            _room(t, cu) if form.codes else None,
         )
-    return found
+        for t, form in some
+    ]
+    # Nothing is asked for of the second in some cases.
+    asked = [(t, one) for (t, form), one in zip(some, made, strict=True) if any(form)]
+    if listed is None:
+        return made
+    first, none = asked[0][0], [None] * (2 - len(asked))
+    _, heads, width = first.shape
+    codes = [one.codes for _, one in asked]
+    tiles = [pair[1].shape[1] for pair in codes if pair]
+    strides = [t.stride()[:2] for t in (*(t for t, _ in asked), first)][:2]
+    attention_round.round_pair[(listed[1].shape[0] * heads,)](
+        *(*_stored(t for t, _ in asked), *none, *_stored(one.values for _, one in asked), *none),
+        *(*(None if pair is None else pair[0].view(torch.uint8) for pair in codes), *none),
+        *(*(None if pair is None else pair[1] for pair in codes), *none),
+        *(cu, *listed, cu.shape[0] - 1, tiles[0] if tiles else 0),
+        *(heads, *strides[0], *strides[1]),
+        RULE=rule,
+        BLOCK=BLOCK,
+        WIDTH=width,
+        D=triton.next_power_of_2(width),
+        INTEGER=launch.INTEGER,
+        num_warps=WARPS,
+    )
+    return made
 
 
 def prepared(
@@ -129,5 +162,5 @@ def prepared(
     return codes, scales
 
 
-def _stored(tensors: Any) -> list[torch.Tensor | None]:
+def _stored(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor | None]:
     return [stored_as(one, integer=launch.INTEGER) for one in tensors]

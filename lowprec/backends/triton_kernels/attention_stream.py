@@ -223,6 +223,7 @@ def _attend(
     # no row adds up take so little time that the groups must be told to take turns.
     APART: gl.constexpr = D == 128 and not EIGHT
     TURNS: gl.constexpr = APART and KIND != "softmax"
+    gl.static_assert(KIND == "softmax" or not EIGHT, "weights that lack one factor")
     row_layout: gl.constexpr = gl.SliceLayout(1, OF_S)
     q_at, k_at, v_at = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = barriers
@@ -354,6 +355,8 @@ def _attend(
             gl.store(lse + head.to(gl.int64) * tokens + first_q + rows, found, mask=rows < queries)
             inverse = value_unit / total
             acc *= gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, OF_O)), 1)
+        else:
+            acc *= query_unit
         r = tile * (2 * ROWS) + HALF * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
         c = gl.arange(0, D, gl.SliceLayout(0, OUT))
         at = o + (first_q.to(gl.int64) * heads + head) * WIDTH

@@ -7,10 +7,9 @@ keeps 128 queries and sees keys go by, so that every sum has one order. As in at
 warp copies, and two groups of four warps take 64 rows each.
 
 With codes of the operands of S or dP, in E4M3 with one scale for each 128 tokens of a head, as
-attention_round writes them in the places of their values, these are products of codes. What no
-other product reads, its own side of S and dP and all of v, a kernel has as codes alone; of the rest
-it copies both. Codes of the next sequence are finite: p hides them, where values have to be made
-zero.
+attention_round writes them, dense, S or dP is a product of codes. What no other product reads, its
+own side of S and dP and all of v, a kernel has as codes alone; of the rest it copies both. Codes of
+the next sequence are finite: p hides them, where values have to be made zero.
 """
 
 import triton
@@ -69,12 +68,12 @@ def _store(to, stride, first, rows, values, D: gl.constexpr):
 
 @gluon.jit
 def _fetch(sources, columns, row, full, places, number):
-    """Copy a tile of each of two tensors, and of their codes where they are."""
+    """Copy a tile of each of two tensors, and of their codes where they are, from four columns."""
     one, two, codes_one, codes_two = sources
     if codes_one is not None:
-        tma.async_copy_global_to_shared(codes_one, [row, columns[0]], full, places[2].index(number))
+        tma.async_copy_global_to_shared(codes_one, [row, columns[2]], full, places[2].index(number))
     if codes_two is not None:
-        tma.async_copy_global_to_shared(codes_two, [row, columns[1]], full, places[3].index(number))
+        tma.async_copy_global_to_shared(codes_two, [row, columns[3]], full, places[3].index(number))
     tma.async_copy_global_to_shared(one, [row, columns[0]], full, places[0].index(number))
     tma.async_copy_global_to_shared(two, [row, columns[1]], full, places[1].index(number))
 
@@ -125,6 +124,7 @@ def _copy_queries(
     columns,
     CAUSAL: gl.constexpr,
     TILE_K: gl.constexpr,
+    D: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """The copying warp of keys_stream: one tile of keys and values, then all queries and dO."""
@@ -147,8 +147,8 @@ def _copy_queries(
         _expect(kept_full.index(0), kept, 2)
         for half in gl.static_range(2):
             row = first_k + tile * TILE_K + half * ROWS
-            columns_here = (shared * k_head, shared * v_head)
-            _fetch(kept, columns_here, row, kept_full.index(0), (k_at, v_at), half)
+            kept_columns = (shared * k_head, shared * v_head)
+            _fetch(kept, kept_columns, row, kept_full.index(0), (k_at, v_at), half)
         turn += 1  # noqa: SIM113 (Triton has no enumerate)
         start = _first_query(tile * TILE_K, keys, queries, CAUSAL)
         steps = gl.cdiv(queries, STEP_Q) - start
@@ -156,7 +156,7 @@ def _copy_queries(
             head = shared * group + one // steps
             m = start + steps - 1 - one % steps
             mbarrier.wait(empty.index(slot), phase ^ 1)
-            columns_here = (head * q_head, head * do_head)
+            columns_here = (head * q_head, head * do_head, head * D, head * D)
             at = (head * tiles + first_q // STEP_Q + sequence + m) * (2 * STEP_Q)
             async_copy.async_copy_global_to_shared(
                 rows_at.index(slot), values + at + gl.arange(0, 2 * STEP_Q, BOTH)
@@ -316,7 +316,7 @@ def keys_stream(
             (_keys, (buffers, barriers, outputs, lists, sizes, scales, 1, CAUSAL, TILE_K,
                      D, STAGES)),
             (_copy_queries, (((k, v, None, None), (q, do, codes_q, codes_do)), buffers, barriers,
-                             rows, lists, sizes, columns, CAUSAL, TILE_K, STAGES)),
+                             rows, lists, sizes, columns, CAUSAL, TILE_K, D, STAGES)),
         ],
         [4, 1],
         [240, 24],
@@ -343,6 +343,7 @@ def _copy_keys(
     columns,
     CAUSAL: gl.constexpr,
     STEP_K: gl.constexpr,
+    D: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """The copying warp of queries_stream: one tile of queries and dO, then all keys and values."""
@@ -363,15 +364,15 @@ def _copy_keys(
         _expect(kept_full.index(0), kept, 2)
         for half in gl.static_range(2):
             row = first_q + tile * (2 * ROWS) + half * ROWS
-            columns_here = (head * q_head, head * do_head)
-            _fetch(kept, columns_here, row, kept_full.index(0), (q_at, do_at), half)
+            kept_columns = (head * q_head, head * do_head)
+            _fetch(kept, kept_columns, row, kept_full.index(0), (q_at, do_at), half)
         turn += 1  # noqa: SIM113 (Triton has no enumerate)
         steps = gl.cdiv(_last_key(tile * 2 * ROWS, keys, queries, CAUSAL, 2 * ROWS), STEP_K)
         shared = head // group
         for j in range(steps):
             n = steps - 1 - j
             mbarrier.wait(empty.index(slot), phase ^ 1)
-            columns_here = (shared * k_head, shared * v_head)
+            columns_here = (shared * k_head, shared * v_head, shared * D, 0)
             _expect(full.index(slot), passing, 1)
             row, places = first_k + n * STEP_K, (k_at, v_at, k_codes_at)
             _fetch(passing, columns_here, row, full.index(slot), places, slot)
@@ -512,7 +513,7 @@ def queries_stream(
             (_queries, (buffers, barriers, dq, rows, lists, sizes, scales, 1, CAUSAL, STEP_K, D,
                         STAGES)),
             (_copy_keys, (((q, do, None, None), (k, v, codes_k, None)), buffers, barriers, lists,
-                          sizes, columns, CAUSAL, STEP_K, STAGES)),
+                          sizes, columns, CAUSAL, STEP_K, D, STAGES)),
         ],
         [4, 1],
         [240, 24],

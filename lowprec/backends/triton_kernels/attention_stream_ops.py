@@ -67,10 +67,13 @@ def takes_backward(one: Any) -> bool:
     return one.native is None and one.kind == "softmax" and takes(one)
 
 
-def takes_backward_of_copies(one: Any) -> bool:
-    """`takes_backward` of a softmax once q, k and v are contiguous copies."""
+def takes_backward_of_codes(one: Any) -> bool:
+    """`takes_backward` of a call in 8 bits, once attention_round_ops.coded has been there."""
     small = all(t.numel() < 2**31 for t in (one.q, one.k, one.v))
-    return one.kind == "softmax" and small and _takes_call(one)
+    kept = [] if one.native.rounded else [one.q, one.k]
+    if not (one.native.rounded or one.native.dp):
+        kept.append(one.v)
+    return one.kind == "softmax" and small and all(map(_regular, kept)) and _takes_call(one)
 
 
 def _regular(x: torch.Tensor) -> bool:
@@ -196,24 +199,21 @@ def backward(
     codes = one.codes
     scales_v = codes.scales_v if codes else None
     rows_of, places = _rows_of(one, o)
-    q, k, v = (_plain(t, ROWS) for t in (one.q, one.k, one.v))
-    # Each side as S reads it, and codes that are read beside values.
-    s_q, s_k, codes_q, codes_do = q, k, None, None
+    q, k, v, dout = (_plain(t, ROWS) for t in (one.q, one.k, one.v, do))
+    # Each side as S and dP read it, and codes that are read beside values.
+    s_q, s_k, dp_do, codes_q, codes_do = q, k, dout, None, None
     scales: list[Any] = [None] * 4 + [0, 0]
     if codes:
         s_q, s_k = _plain(codes.q[0], ROWS), _plain(codes.k[0], ROWS)
         codes_q = s_q.descriptor
         scales = [codes.q[1], codes.k[1], None, None, codes.q[1].shape[1], codes.k[1].shape[1]]
-    if scales_v is not None:
-        do = do.contiguous()  # as its codes are
+    if scales_v is None:
+        _prepare(one, do, o, lse, rows_of, places)
+    else:
         code, scales_do = attention_round_ops.prepared(one, do, o, lse.contiguous(), rows_of)
-        dout, dp_do = _plain(do, ROWS), _plain(code, ROWS)
+        dp_do = _plain(code, ROWS)
         codes_do = dp_do.descriptor
         scales[2:4] = scales_v, scales_do
-    else:
-        _prepare(one, do, o, lse, rows_of, places)
-        dout = dp_do = _plain(do, ROWS)
-    columns = (q.head, k.head, v.head, dout.head)
     constants = {"CAUSAL": one.call.mask.kind == "causal", "D": one.width, "num_warps": 4}
     starts, owners = schedule(one.cu_k, one.cu_q, one.k.shape[0], TILE_K)
     attention_stream_gradients.keys_stream[(min(programs, owners.shape[0] * shared_heads),)](
@@ -221,7 +221,7 @@ def backward(
         *(codes_q, codes_do, *scales),
         *(dk, dv, rows_of),
         *(*ends, starts, owners, batch, places, shared_heads, heads // shared_heads),
-        *(*columns, one.call.scale),
+        *(q.head, s_k.head, v.head, dout.head, one.call.scale),
         TILE_K=TILE_K,
         STAGES=(KEYS if scales_v is None else KEYS_8)[one.width],
         **constants,
@@ -234,7 +234,7 @@ def backward(
         *(s_q.descriptor, k.descriptor, v.descriptor, dp_do.descriptor, codes_k, *scales),
         *(dq, rows_of),
         *(*ends, starts, owners, batch, places, heads, heads // shared_heads),
-        *(*columns, one.call.scale),
+        *(s_q.head, k.head, v.head, dp_do.head, one.call.scale),
         STEP_K=step,
         STAGES=stages,
         **constants,

@@ -24,18 +24,22 @@ def _tanh(x):
 
 @gluon.jit
 def weights(x, unit, peak, total, FACTOR: gl.constexpr, KIND: gl.constexpr):
-    """P of a tile of scores, what the sums shrink by, and the new peak and total."""
+    """P of a tile of scores, what the sums shrink by, and the new peak and total.
+
+    Scores are x times unit to base 2 for a softmax; else twice that, and P lacks the factor unit.
+    """
     if KIND == "softmax":
         higher = gl.maximum(peak, gl.max(x, 1) * unit)
         p = exp2(x * unit - gl.expand_dims(higher - FACTOR, 1))
         shrink = exp2(peak - higher)
         total = total * shrink + gl.sum(p, 1)
     else:
-        half = x * unit
         # GELU, x Phi(x), as x (1 + tanh(x (a + b x^2))) / 2, within 2.8e-4: what follows is rounded
         # to bf16, and each further instruction an element is seen in the time.
-        inner = half if KIND == "silu" else half * (1.6003 + 0.2776 * (half * half))
-        p = half + half * _tanh(inner)
+        slope = unit
+        if KIND == "gelu":
+            slope = 1.6003 * unit + (0.2776 * unit * unit * unit) * (x * x)
+        p = x + x * _tanh(x * slope)
         higher, shrink = peak, peak
     return p, shrink, higher, total
 

@@ -103,6 +103,36 @@ def normalize_both(
     return Normalized(row, source, mean, rstd), column
 
 
+def normalize_whole(
+    x: torch.Tensor,
+    cast: Cast,
+    *,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    centered: bool = False,
+    residual: torch.Tensor | None = None,
+) -> tuple[Normalized, QuantizedTensor]:
+    """`normalize_both` of a cast with one scale for the whole tensor (fp8_tensorwise).
+
+    Raises UnsupportedError for another cast, for more than 16384 columns and for float64.
+    """
+    check(x, None, "norm")
+    if cast.format.block != (ALL, ALL) or cast.stochastic:
+        raise UnsupportedError(f"norm: {cast} has no one scale for the whole tensor, nearest")
+    if x.shape[-1] > WIDEST:
+        raise UnsupportedError(f"norm over {x.shape[-1]} columns: at most {WIDEST} are supported")
+    flat, other = _flat(x), None if residual is None else _flat(residual)
+    out = list(_ops(flat).norm_whole(flat, other, weight, bias, eps, centered, cast.text))
+    rstd, mean = out.pop(0), out.pop(0) if centered else None
+    source = x if residual is None else _like(out.pop(0), x)
+    (rows, cols), (codes, codes_t, scale) = flat.shape, out
+    of_x = scale if x.ndim == 2 else scale.reshape((1,) * x.ndim)
+    row = QuantizedTensor(codes[:, :cols].reshape(x.shape), of_x, cast.format, -1)
+    column = QuantizedTensor(codes_t[:, :rows].mT, scale, cast.format, -2)
+    return Normalized(row, source, mean, rstd), column
+
+
 def normalize_again(
     done: Normalized,
     cast: Cast | None,

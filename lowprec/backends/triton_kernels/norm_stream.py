@@ -20,6 +20,7 @@ from lowprec.backends.triton_kernels.pairs import (
     halves,
     joined,
     over_deviation,
+    pair_amax,
     parameters,
 )
 
@@ -102,6 +103,7 @@ def norm_rows_streamed(
     scales,
     mean,
     rstd,
+    amax,
     rows,
     x_unit,
     residual_unit,
@@ -120,8 +122,9 @@ def norm_rows_streamed(
 ):
     """As norm.norm_rows, on pairs of bf16: pointers are to int32, row strides in UNIT pairs.
 
-    codes are two to an int16. A tile is TILE_R rows of P pairs. PER pairs of DOWN rows are
-    neighbours in a thread, ACROSS warps share a row. HELD: parameters stay in registers.
+    codes are two to an int16. amax, or None: one int32, raised to the float32 bits of the largest
+    magnitude of the result. A tile is TILE_R rows of P pairs. PER pairs of DOWN rows are neighbours
+    in a thread, ACROSS warps share a row. HELD: parameters stay in registers.
     """
     WARPS: gl.constexpr = gl.num_warps()
     LAYOUT: gl.constexpr = _layout(PER, DOWN, ACROSS, WARPS, P)
@@ -149,6 +152,7 @@ def norm_rows_streamed(
     coming = _tile(x, first, rows, PAIRS, stride, TILE_R, P, FULL, LAYOUT)
     if residual is not None:
         other = _tile(residual, first, rows, PAIRS, residual_stride, TILE_R, P, FULL, LAYOUT)
+    tops = gl.zeros([TILE_R], gl.int32, gl.SliceLayout(1, LAYOUT))
     while first < rows:
         one, two = halves(coming)
         if residual is not None:
@@ -173,6 +177,8 @@ def norm_rows_streamed(
                 b_first, b_second = b_1.load(OF_COLUMNS), b_2.load(OF_COLUMNS)
         one, two = affine(one, two, factor, w_first, w_second, b_first, b_second)
         pairs = joined(one, two, False)
+        if amax is not None:
+            tops = gl.maximum(tops, gl.where(r < rows, pair_amax(pairs, 1, False), 0))
         if y is not None:
             _store(y, pairs, first, rows, PAIRS, P, FULL, LAYOUT)
         if SPEC is not None:
@@ -180,3 +186,5 @@ def norm_rows_streamed(
             _store(codes, found, first, rows, PAIRS, P, FULL, LAYOUT)
             _store_scales(scales, biased, first, rows, gl.cdiv(COLS, SPEC[3]), SPEC[4])
         first += step
+    if amax is not None:
+        gl.atomic_max(amax, gl.max(tops, 0) << 16, sem="relaxed")

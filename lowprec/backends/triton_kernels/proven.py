@@ -17,6 +17,7 @@ PROVEN: Final[frozenset[str]] = frozenset(
         "attention bf16, short keys",
         "attention fp8_128x128 / e4m3*256 x fp8_128x128"
         " / bf16 x fp8_128x128 / bf16 / bf16 x fp8_128x128 / bf16 x fp8_128x128",
+        "attention fp8_128x128 / e4m3*256 x fp8_128x128 / fp8_128x128 / bf16 / bf16 / bf16",
         "fp8_128x128",
         "fp8_128x128:ceil",
         "fp8_128x128:ceil:sr",
@@ -30,6 +31,7 @@ PROVEN: Final[frozenset[str]] = frozenset(
         "front + attention bf16",
         "front + attention fp8_128x128 / e4m3*256 x fp8_128x128"
         " / bf16 x fp8_128x128 / bf16 / bf16 x fp8_128x128 / bf16 x fp8_128x128",
+        "front + attention fp8_128x128 / e4m3*256 x fp8_128x128 / fp8_128x128 / bf16 / bf16 / bf16",
         "gate + fp8_1x128",
         "gate + fp8_1x128:ceil",
         "gate + fp8_1x128:even",
@@ -86,6 +88,7 @@ PROVEN: Final[frozenset[str]] = frozenset(
         "norm + fp8_128x128",
         "norm + fp8_1x128",
         "norm + fp8_1x128:floor",
+        "norm + fp8_tensorwise",
         "norm + mxfp4",
         "norm + mxfp4:ceil",
         "norm + mxfp4:even",

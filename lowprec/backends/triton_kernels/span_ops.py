@@ -155,7 +155,7 @@ def raise_to_maximum(x: torch.Tensor, amax: torch.Tensor) -> None:
 LIBRARY.define("cast_tensor_both(Tensor x, str cast) -> Tensor[]")
 
 
-def _cast_tensor_both_fake(x: torch.Tensor, cast: str) -> list[torch.Tensor]:
+def both_outputs(x: torch.Tensor, cast: str) -> list[torch.Tensor]:
     """Codes [B, R, C], transposed codes [B, C, R] and the one scale of x [B, R, C]."""
     batch, rows, cols = x.shape
     shapes = ((batch, rows, padded(cols)), (batch, cols, padded(rows)))
@@ -163,8 +163,8 @@ def _cast_tensor_both_fake(x: torch.Tensor, cast: str) -> list[torch.Tensor]:
     return [*found, torch.empty((1, 1, 1), dtype=torch.float32, device=x.device)]
 
 
-def _cast_tensor_both(x: torch.Tensor, text: str) -> list[torch.Tensor]:
-    codes, codes_t, scale = _cast_tensor_both_fake(x, text)
+def cast_tensor_both(x: torch.Tensor, text: str) -> list[torch.Tensor]:
+    codes, codes_t, scale = both_outputs(x, text)
     if launch.pipelines(x, text, text) and x.numel():
         from lowprec.backends.triton_kernels import pipelined
 
@@ -194,6 +194,6 @@ def _cast_spans(x: torch.Tensor, cast: str, by_column: bool) -> list[torch.Tenso
 launch.register(
     {
         "cast_spans": (_cast_spans, _cast_spans_fake),
-        "cast_tensor_both": (_cast_tensor_both, _cast_tensor_both_fake),
+        "cast_tensor_both": (cast_tensor_both, both_outputs),
     }
 )

@@ -96,11 +96,13 @@ def normalize(
     eps: float,
     spec: Spec | None,
     *,
+    amax: torch.Tensor | None = None,
     shape: Rows | None = None,
 ) -> None:
     """Normalize what `paired` allows.
 
-    sources: x, residual, weight, bias; targets: summed, y, codes, scales, mean, rstd.
+    sources: x, residual, weight, bias; targets: summed, y, codes, scales, mean, rstd. amax: see
+    takes_whole.
     """
     x = sources[0]
     assert x is not None
@@ -127,7 +129,8 @@ def normalize(
         # Each step is rounded by itself.
         "enable_fp_fusion": False,
     }
-    if shape is None and not (launch.may_pipeline(x) and _major(x.device.index) >= 9):
+    if shape is None and not _streams(x):
+        assert amax is None
         _plain(arguments, constants)
         return
     chosen = shape or shape_for(cols, summing=sources[1] is not None)
@@ -137,7 +140,9 @@ def normalize(
     start(
         norm_stream.norm_rows_streamed,
         min(-(-rows // tile_r), _processors(x.device.index) * chosen.per_processor),
-        *arguments,
+        *arguments[:10],
+        amax,
+        *arguments[10:],
         **constants,
         TILE_R=tile_r,
         PER=chosen.per_thread,
@@ -145,6 +150,27 @@ def normalize(
         ACROSS=chosen.across,
         HELD=chosen.held,
         num_warps=chosen.warps,
+    )
+
+
+def _streams(x: torch.Tensor) -> bool:
+    return launch.may_pipeline(x) and _major(x.device.index) >= 9
+
+
+def takes_whole(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    parameters: tuple[torch.Tensor | None, torch.Tensor | None],
+    text: str,
+) -> bool:
+    """Whether `normalize` can find the largest magnitude of the result, and pipelined.cast then
+    normalize once more inside a cast with one scale for the whole tensor."""
+    source = x if residual is None else residual
+    return (
+        paired(x, residual, *parameters)
+        and _streams(x)
+        and x.numel() > 0
+        and launch.pipelines(source[None], text, text)
     )
 
 
