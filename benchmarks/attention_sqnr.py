@@ -66,7 +66,7 @@ def policies() -> dict[str, AttentionPolicy]:
         "mxfp8-attention, P x 256 in pv": AttentionPolicy.parse(static),
         "mxfp8-attention, dP bf16": AttentionPolicy.parse(" / ".join(mixed)),
         "fp8 in all six products": AttentionPolicy.parse(" / ".join(whole)),
-        "fp8-attention, dP bf16": AttentionPolicy.parse(" / ".join(as_read)),
+        "fp8-attention, backward rounded": AttentionPolicy.parse(" / ".join(as_read)),
         "fp8-attention, backward unrounded": AttentionPolicy.parse(" / ".join(unrounded)),
     }
 

@@ -132,6 +132,7 @@ def timed_lines(
             "backend": case.backend,
             "shape": shape,
             "dtype": "bfloat16",
+            "launches": LAUNCHES,
             "ms": [round(t, 5) for t in (fifths[0], median, fifths[3])],
         }
         if case.bytes:

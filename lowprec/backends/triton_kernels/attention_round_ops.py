@@ -13,7 +13,7 @@ from lowprec.backends.triton_kernels.attention_native import BLOCK
 from lowprec.backends.triton_kernels.attention_schedule import schedule
 from lowprec.backends.triton_kernels.launch import stored_as
 
-WARPS: Final = 4
+WARPS: Final = 8
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
