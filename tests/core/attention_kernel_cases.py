@@ -181,23 +181,28 @@ def assert_rounds_as_the_reference(tensors: Tensors) -> None:
         torch.testing.assert_close(got, rounded(x, ends), rtol=0, atol=0, equal_nan=True)
 
 
-def assert_codes_stand_for_what_is_read(tensors: Tensors) -> None:
+def assert_codes_stand_for_what_is_read(tensors: Tensors, policy: AttentionPolicy = NATIVE) -> None:
     """Codes of q, k, v and dO times the scale of their tile, to the bit; finite where it is NaN.
 
     Tiles of 128 tokens start with their sequence. Exponents and delta come with the codes of dO.
+    Beside codes q and k are as dQ and dK read them, v as dP does where that has no codes.
     """
     from lowprec.backends.triton_kernels import attention_ops, attention_round_ops
 
     q, k, v, do, cu_q, cu_k = tensors
     call = AttentionCall("softmax", Mask(), 0.2)
-    one = attention_ops.given((q, k, v), (cu_q, cu_k), None, call, NATIVE)
-    found, (again, _, read_do) = (
-        attention_round_ops.coded(one),
-        attention_round_ops.rounded(one, attention_ops.lined(do)),
-    )
-    codes = found.codes
-    assert found.q is one.q
-    assert found.k is one.k
+    one = attention_ops.given((q, k, v), (cu_q, cu_k), None, call, policy)
+    found = attention_round_ops.coded(one)
+    again, _, read_do = attention_round_ops.rounded(one, attention_ops.lined(do))
+    codes, (s_q, s_k) = found.codes, again.of_s or (again.q, again.k)
+    assert (again.of_s is None) == one.native.rounded
+    for got, want in ((found.q, again.q), (found.k, again.k)):
+        assert torch.equal(got.nan_to_num(), want.nan_to_num())
+    if not one.native.dp:
+        assert codes.scales_v is None
+        assert read_do is None
+        assert torch.equal(found.v.nan_to_num(), again.v.nan_to_num())
+        read_do, found = rounded(do, cu_q), found._replace(v=None)
     batch, (tokens, heads, _) = len(cu_q) - 1, q.shape
     o = attention_ops.lined(torch.randn_like(q))
     lse = torch.linspace(-9, 9, heads * tokens, device=q.device).view(heads, tokens)
@@ -205,11 +210,13 @@ def assert_codes_stand_for_what_is_read(tensors: Tensors) -> None:
     of_do = attention_round_ops.prepared(found, attention_ops.lined(do), o, lse, rows_of)
     assert_prepared(rows_of, read_do, o, lse, cu_q.tolist())
     for values, (code, scales), cu in (
-        (again.of_s[0], codes.q, cu_q),
-        (again.of_s[1], codes.k, cu_k),
+        (s_q, codes.q, cu_q),
+        (s_k, codes.k, cu_k),
         (again.v, (found.v, codes.scales_v), cu_k),
         (read_do, of_do, cu_q),
     ):
+        if code is None:
+            continue
         assert code.is_contiguous()
         assert code.dtype == torch.float8_e4m3fn
         assert code.float().isfinite().all()
@@ -264,3 +271,15 @@ def assert_reads_what_was_read(
         want = [*plain(rounded(do, cu_q))[:2], want[2]]
     for a, b in zip(found[:3], want, strict=True):
         assert torch.equal(a, b)
+
+
+def assert_no_queries_leave_zeros(policy: AttentionPolicy, device: str, width: int = 128) -> None:
+    """Keys that no query looks at have no gradient."""
+    from lowprec.backends.triton_kernels import attention_ops
+
+    tensors = drawn([0, 0], [100, 30], (2, 2), width, device)
+    got = run(attention_ops, tensors, AttentionCall("softmax", Mask(), 0.2), policy=policy)
+    assert got["o"].shape == got["dq"].shape == (0, 2, width)
+    for name in ("dk", "dv"):
+        assert got[name].shape == (130, 2, width)
+        assert (got[name] == 0).all(), name

@@ -301,6 +301,22 @@ def test_eight_bits_within_one_tile(
 
 
 @inside
+@pytest.mark.parametrize("policy", [cases.NATIVE, cases.BF16_DP, cases.ROUNDED, cases.ROUNDED_DP])
+def test_eight_bits_within_blocks(policy: AttentionPolicy) -> None:
+    """By the kernel that takes blocks in one pass."""
+    tensors = drawn([70, 0, 5], [70, 0, 5], (2, 2), 48)
+    tensors[5] = tensors[4]
+    call = AttentionCall("softmax", Mask("blocks", size=32), 0.2)
+    cases.assert_as_the_reference(tensors, call, policy, close=3e-3)
+
+
+@inside
+@pytest.mark.parametrize("policy", [cases.NATIVE, cases.BF16_DP, cases.ROUNDED, cases.ROUNDED_DP])
+def test_eight_bits_without_queries(policy: AttentionPolicy) -> None:
+    cases.assert_no_queries_leave_zeros(policy, "cpu")
+
+
+@inside
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [cases.NATIVE, cases.BF16_DP, cases.ROUNDED, cases.ROUNDED_DP])
 def test_eight_bits_over_several_tiles(policy: AttentionPolicy) -> None:
@@ -328,7 +344,8 @@ def test_codes_stand_for_what_the_other_products_read(width: int) -> None:
     tensors[1][:130] *= 2.0**20
     tensors[1][-1, 0, 3] = torch.inf
     views = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in tensors[:4]]
-    cases.assert_codes_stand_for_what_is_read([*views, *tensors[4:]])
+    for policy in (cases.NATIVE, cases.BF16_DP, cases.ROUNDED, cases.ROUNDED_DP):
+        cases.assert_codes_stand_for_what_is_read([*views, *tensors[4:]], policy)
 
 
 @inside
@@ -390,7 +407,7 @@ REFUSED = {
     f"{FORWARD} / bf16 x fp8_128x128 / bf16 / bf16 / bf16": "where dq and dk cast k and q",
     f"{FORWARD} / bf16 / bf16 / bf16 x fp8_128x128 / bf16": "all three or none",
     f"{FORWARD} / fp8_128x128 / bf16 / bf16 x fp8_128x128 / bf16": "all three",
-    f"{FORWARD} / fp8_128x128 x bf16 / bf16 / bf16 / bf16": "where dq and dk",
+    f"{FORWARD} / fp8_128x128 x bf16 / bf16 / bf16 / bf16": "only together with v",
     f"{FORWARD} / bf16 x mxfp8 / bf16 / bf16 x fp8_128x128 / bf16 x fp8_128x128": "cast alike",
     f"{FORWARD} / bf16 x fp8_128x128 / bf16 / bf16 x fp8_128x128 / fp8_128x128 x bf16": "dq",
     f"fp8_128x128 x bf16 / {STATIC} / bf16 / bf16 / bf16 / bf16": "cast alike",

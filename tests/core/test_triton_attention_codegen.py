@@ -26,6 +26,8 @@ pytestmark = pytest.mark.skipif(
     reason="needs Triton's compiler",
 )
 
+SHARED = 227 * 1024
+"""Bytes of shared memory that a program of sm90 may have."""
 MASKS = {
     "none": Mask(),
     "causal": Mask("causal"),
@@ -158,6 +160,7 @@ def test_kernels_stay_within_their_budget(
     counted, resources = disassembled(compiled, tmp_path)
     assert resources["LOCAL"] == 0
     if capability == 90:
+        assert compiled.metadata.shared <= SHARED
         assert resources["STACK"] == 0
         assert resources["REG"] <= BUDGET.get((kernel, width, activation, mask), 255)
         assert complaints(compiled.asm["ptx"], tmp_path) == []

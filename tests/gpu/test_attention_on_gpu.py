@@ -201,6 +201,27 @@ def test_eight_bits(mask: str, width: int, policy: str) -> None:
     cases.assert_as_the_reference(tensors, call, getattr(cases, policy), close=4e-2)
 
 
+@pytest.mark.parametrize("policy", ["NATIVE", "BF16_DP", "ROUNDED", "ROUNDED_DP"])
+@pytest.mark.parametrize("width", [64, 96, 128])
+@pytest.mark.parametrize("size", [32, 64])
+def test_eight_bits_within_blocks(size: int, width: int, policy: str) -> None:
+    """By the kernel that takes blocks in one pass."""
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs sm90")
+    tensors = drawn(LENGTHS, LENGTHS, (2, 2), width)
+    tensors[5] = tensors[4]
+    call = AttentionCall("softmax", Mask("blocks", size=size), width**-0.5)
+    cases.assert_as_the_reference(tensors, call, getattr(cases, policy), close=4e-2)
+
+
+@pytest.mark.parametrize("policy", ["NATIVE", "BF16_DP", "ROUNDED", "ROUNDED_DP"])
+@pytest.mark.parametrize("width", [48, 128])
+def test_eight_bits_without_queries(width: int, policy: str) -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs sm90")
+    cases.assert_no_queries_leave_zeros(getattr(cases, policy), "cuda", width)
+
+
 @pytest.mark.parametrize("policy", ["NATIVE", "ROUNDED", "ROUNDED_DP"])
 def test_eight_bits_over_many_tiles(policy: str) -> None:
     if torch.cuda.get_device_capability() < (9, 0):
@@ -271,11 +292,11 @@ def drawn_by_tiles(heads: tuple[int, int], width: int) -> list[torch.Tensor]:
 def test_products_of_codes_in_a_bf16_backward_pass(
     policy: str, mask: str, width: int, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the reference; next to those of what the codes stand for, but by other bits.
+    """As the reference, and next to those of what the codes stand for.
 
     The sums of an 8-bit product have 13 bits below their largest term.
     """
-    from lowprec.backends.triton_kernels import attention_ops
+    from lowprec.backends.triton_kernels import attention_ops, attention_round_ops
 
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs sm90")
@@ -285,11 +306,24 @@ def test_products_of_codes_in_a_bf16_backward_pass(
     cases.assert_as_the_reference(plain, call, how, close=4e-2)
     tensors = drawn_by_tiles(heads, width)
     got = cases.run(attention_ops, tensors, call, policy=how)
-    without_codes(monkeypatch)
-    want = cases.run(attention_ops, tensors, call, policy=how)
+    with monkeypatch.context() as patch:
+        without_codes(patch)
+        want = cases.run(attention_ops, tensors, call, policy=how)
     for name in ("dq", "dk", "dv"):
         assert error(got[name], want[name]) <= 1e-2, name
-        assert not torch.equal(got[name], want[name]), name
+    # Codes are read: with other scales they say something else.
+    coded = attention_round_ops.coded
+
+    def doubled(one: Any) -> Any:
+        read = coded(one)
+        codes = read.codes
+        if codes.scales_v is None:
+            return read._replace(codes=codes._replace(q=(codes.q[0], 2 * codes.q[1])))
+        return read._replace(codes=codes._replace(scales_v=2 * codes.scales_v))
+
+    monkeypatch.setattr(attention_round_ops, "coded", doubled)
+    wrong = cases.run(attention_ops, tensors, call, policy=how)
+    assert error(wrong["dq"], got["dq"]) > 0.1
 
 
 @pytest.mark.parametrize("width", [64, 128])

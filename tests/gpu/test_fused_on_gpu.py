@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 
 import pytest
@@ -151,7 +152,7 @@ def test_norms_and_casts_with_one_scale(text: str) -> None:
                     x[-1, -1] = torch.nan if centered else torch.inf
                 weight, bias = (torch.randn(cols, device="cuda").bfloat16() for _ in "wb")
                 affine = {"weight": weight, "bias": bias if centered else None}
-                for residual in (None, other):
+                for residual in (None, other, laid(other, 6, 0)):
                     options = {**affine, "centered": centered, "residual": residual}
                     done, column = triton_kernels.normalize_whole(x, cast, **options)
                     plain = triton_kernels.normalize(x, None, **options)
@@ -265,20 +266,24 @@ def test_random_words_and_layouts() -> None:
         assert torch.equal(triton_kernels.from_swizzled(got, rows, blocks), scales)
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8-rotated-wgrad"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8-rotated-wgrad", "fp8-tensorwise"])
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_layers_by_the_kernels_equal_layers_by_the_emulation(
     recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NormLinear eager and compiled; its codes are those of the kernels' norm and a cast."""
-    chosen = {"mxfp8", "mxfp8_32x32"}
+    chosen = {"mxfp8", "mxfp8_32x32", "fp8_tensorwise"}
     chosen |= {f"{before} + {text}" for before in ("norm", "rotation") for text in chosen}
     monkeypatch.setattr(triton_kernels, "PROVEN", frozenset(chosen))
     torch.manual_seed(0)
     module = lowprec.NormLinear(nn.RMSNorm(512, eps=1e-6), nn.Linear(512, 256)).bfloat16().cuda()
-    lowprec.apply(module, lowprec.plan(module, lowprec.load_recipe(recipe)))
+    # Further rules spare the last layer.
+    whole = lowprec.load_recipe(recipe)
+    short = dataclasses.replace(whole, rules=whole.rules[:1])
+    lowprec.apply(module, lowprec.plan(module, short))
     products = module.linear.lowprec_products
     assert products.inside[0].by_kernel
+    assert (products.inside[0].norm_whole is not None) == (recipe == "fp8-tensorwise")
     x, residual, dy = (torch.randn(96, n, device="cuda").bfloat16() for n in (512, 512, 256))
     results = []
     for run in (module, torch.compile(module, fullgraph=True)):
@@ -295,7 +300,7 @@ def test_layers_by_the_kernels_equal_layers_by_the_emulation(
     values = done.result.requires_grad_()
     module.zero_grad()
     monkeypatch.setattr(triton_kernels, "PROVEN", frozenset())
-    lowprec.apply(module, lowprec.plan(lowprec.restore(module), lowprec.load_recipe(recipe)))
+    lowprec.apply(module, lowprec.plan(lowprec.restore(module), short))
     want = module.linear(values)
     want.backward(dy)
     assert torch.equal(results[0][0], want)
@@ -316,6 +321,9 @@ def test_small_shapes_for_the_sanitizer() -> None:
     for text in ("fp8_rowwise", "fp8_tensorwise"):
         for axis in (-1, -2):
             triton_kernels.quantize(x, Cast.parse(text), axis=axis)
+    tensor = Cast.parse("fp8_tensorwise")
+    for other in (None, x):
+        triton_kernels.normalize_whole(x, tensor, weight=weight, residual=other)
     triton_kernels.quantize_both(x[:, :70], random, random, streams=(STREAM, OTHER))
     for axis in (-1, -2):
         triton_kernels.rotate_quantize(

@@ -14,6 +14,7 @@ from lowprec.backends.triton_kernels.launch import stored_as
 SIZES: Final = (32, 64)
 RUN: Final = 8
 STAGES: Final = 2
+"""Of blocks on their way; one where operands are read in two ways, for which two have no room."""
 WIDEST: Final = 128
 
 
@@ -34,7 +35,7 @@ def takes_backward(one: Any) -> bool:
     return takes(one) and one.q.shape[1] == one.k.shape[1]
 
 
-def _constants(one: Any, *, wide: int) -> dict[str, Any]:
+def _constants(one: Any, *, wide: int, stages: int = STAGES) -> dict[str, Any]:
     padded = triton.next_power_of_2(one.width)
     return {
         "KIND": one.kind,
@@ -42,7 +43,7 @@ def _constants(one: Any, *, wide: int) -> dict[str, Any]:
         "D": padded,
         "SIZE": one.call.mask.size,
         "RUN": RUN,
-        "STAGES": STAGES,
+        "STAGES": stages,
         "INTEGER": launch.INTEGER,
         "num_warps": 8 if padded >= wide else 4,
     }
@@ -75,6 +76,7 @@ def backward(
 ) -> None:
     """Write dq, dk and dv. do_read: dO as dP reads it where dV does not, strided alike."""
     q_read, k_read = one.of_s or (None, None)
+    alike = one.of_s is None and do_read is None
     heads = one.q.shape[1]
     starts, owners = schedule(one.cu_q, one.cu_q, one.tokens, one.call.mask.size * RUN)
     strides = [s for t in (one.q, one.k, one.v, do, o) for s in t.stride()[:2]]
@@ -82,5 +84,5 @@ def backward(
         *_stored(one.q, one.k, one.v, do, q_read, k_read, do_read, o, *grads),
         *(lse, one.cu_q, starts, owners, one.cu_q.shape[0] - 1, one.tokens),
         *(heads, *strides, one.call.scale),
-        **_constants(one, wide=128),
+        **_constants(one, wide=128, stages=STAGES if alike else 1),
     )

@@ -26,11 +26,9 @@ class Pair8(NamedTuple):
     tiles: int
 
 
-def encode_pair(
-    a: torch.Tensor, b: torch.Tensor, cu: torch.Tensor, rule: str, *, turn: bool
-) -> Pair8:
-    """Cast `a` and `b` [T, H, D], rows lined up, in one pass; `turn` transposes tiles of `b`."""
-    codes, scales = _encode((a, b), cu, rule, "tile" if turn else "")
+def encode_pair(a: torch.Tensor, b: torch.Tensor, cu: torch.Tensor, rule: str) -> Pair8:
+    """Cast `a` and `b` [T, H, D], rows lined up, in one pass; tiles of `b` are transposed."""
+    codes, scales = _encode((a, b), cu, rule, "tile")
     return Pair8((codes[0], codes[1]), (scales[0], scales[1]), codes[0].shape[1])
 
 
@@ -77,7 +75,7 @@ def forward(one: Any, how: Native8, o: torch.Tensor, lse: torch.Tensor, given: A
     given: its q, k and v as attention_project_ops.Codes; else they are cast here.
     """
     if given is None:
-        keys = encode_pair(one.k, one.v, one.cu_k, how.rule, turn=True)
+        keys = encode_pair(one.k, one.v, one.cu_k, how.rule)
         operands = [stored_as(one.q, integer=launch.INTEGER), *keys.codes, None, *keys.scales]
         tiles, strides = (0, keys.tiles), (*one.q.stride()[:2], 0, 0)
     else:

@@ -83,12 +83,12 @@ def _backward_casts(policy: AttentionPolicy) -> tuple[bool, list[Any]]:
     if any(found["dv"]) or found["dq"][0] or found["dk"][0]:
         raise UnsupportedError("dv, dq and dk are BF16 in these kernels, but for casts of k and q")
     dp, of_dq_and_dk = found["dp"], [found["dq"][1], found["dk"][1]]
+    if dp[0] and not dp[1]:
+        raise UnsupportedError("dp casts dO only together with v")
     if any(of_dq_and_dk) and not (dp[1] and all(of_dq_and_dk)):
         raise UnsupportedError("dp, dq and dk cast v, k and q, all three or none")
     if not any(of_dq_and_dk) and bool(dp[0]) != bool(dp[1]):
         raise UnsupportedError("dp casts v alone where dq and dk cast k and q")
-    if dp[0] and not dp[1]:
-        raise UnsupportedError("dp casts dO only together with v")
     return bool(dp[0]), [one for one in (*dp, *of_dq_and_dk) if one]
 
 

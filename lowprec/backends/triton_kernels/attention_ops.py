@@ -337,7 +337,7 @@ def attention_backward(
     """dq, dk, dv and dbias; see lowprec.attention_call."""
     one = given((q, k, v), (cu_q, cu_k), bias, call, policy)
     do, do_read = lined(do), None
-    if one.native and attention_stream_ops.takes_backward_of_codes(one):
+    if one.native and q.numel() and attention_stream_ops.takes_backward_of_codes(one):
         one = attention_round_ops.coded(one)
     elif one.native:
         one, do, do_read = attention_round_ops.rounded(one, do)

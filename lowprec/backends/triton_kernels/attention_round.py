@@ -92,9 +92,9 @@ def round_pair(
 ):
     """Round one tile of two tensors, such as k and v, a program; or of `k` alone.
 
-    k and v bf16 [tokens, heads, WIDTH], results the same, contiguous, or None. codes_*, or None:
-    uint8 likewise, with scales_* float32 [heads, tiles]. starts, owners: of the list of tiles of
-    BLOCK tokens; see attention_schedule.
+    k and v bf16 [tokens, heads, WIDTH]; rounded_* the same, contiguous, or None; codes_*, or None:
+    uint8 likewise, with scales_* float32 [heads, tiles]: `tiles` counts all that there is room for.
+    starts, owners: of the list of tiles of BLOCK tokens; see attention_schedule.
     """
     live, sequence, head, tile = run_of(starts, owners, batch, heads)
     if not live:

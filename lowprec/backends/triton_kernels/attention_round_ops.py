@@ -22,9 +22,11 @@ class Operands8(NamedTuple):
     """E4M3 [T, H, D], contiguous, each with scales float32 [H, tiles] of tiles of 128 tokens.
 
     scales_v: where dP is a product of codes too; v itself is of codes then. rule: of the scales.
+    listed: the tiles of the queries, see attention_schedule.
     """
 
     rule: str
+    listed: Pair | None
     q: Pair
     k: Pair
     scales_v: torch.Tensor | None
@@ -52,12 +54,13 @@ def coded(one: Any) -> Any:
     native = one.native
     form = _Form(values=native.rounded, codes=True)
     of_v = _Form(values=native.rounded and not native.dp, codes=native.dp)
-    (q,), (k, v) = _made(one, ((one.q, form),), ((one.k, form), (one.v, of_v)))
+    listed = _listed(one)
+    (q,), (k, v) = _made(one, listed, ((one.q, form),), ((one.k, form), (one.v, of_v)))
     assert q.codes is not None
     assert k.codes is not None
     read_v, scales_v = v.codes or (v.values, None)
     read = {"q": q.values, "k": k.values, "v": read_v}
-    codes = Operands8(native.rule, q.codes, k.codes, scales_v)
+    codes = Operands8(native.rule, listed, q.codes, k.codes, scales_v)
     made = {name: t for name, t in read.items() if t is not None}
     return one._replace(**made, native=None, codes=codes)
 
@@ -72,7 +75,8 @@ def rounded(one: Any, do: torch.Tensor) -> tuple[Any, torch.Tensor, torch.Tensor
     form = _Form(values=True, codes=False)
     of_v = _Form(values=native.rounded or native.dp, codes=False)
     of_do = _Form(values=native.dp, codes=False)
-    (q, read), (k, v) = _made(one, ((one.q, form), (do, of_do)), ((one.k, form), (one.v, of_v)))
+    of_queries, of_keys = ((one.q, form), (do, of_do)), ((one.k, form), (one.v, of_v))
+    (q, read), (k, v) = _made(one, _listed(one), of_queries, of_keys)
     if native.rounded:
         one = one._replace(q=q.values, k=k.values)
     else:
@@ -91,9 +95,15 @@ def _room(x: torch.Tensor, cu: torch.Tensor) -> Pair:
 _Some = tuple[tuple[torch.Tensor, _Form], ...]
 
 
-def _made(one: Any, of_queries: _Some, of_keys: _Some) -> tuple[list[_Made], list[_Made]]:
+def _listed(one: Any) -> Pair | None:
+    """The list of tiles of the queries; None where there is none."""
+    return schedule(one.cu_q, one.cu_q, one.tokens, BLOCK) if one.q.numel() else None
+
+
+def _made(
+    one: Any, listed: Pair | None, of_queries: _Some, of_keys: _Some
+) -> tuple[list[_Made], list[_Made]]:
     """What is asked for of one or two tensors of queries, and of keys; rows lined up."""
-    listed = schedule(one.cu_q, one.cu_q, one.tokens, BLOCK) if one.q.numel() else None
     made = _made_of(of_queries, one.cu_q, listed, one.native.rule)
     same = one.cu_q.data_ptr() == one.cu_k.data_ptr() and one.cu_q.shape == one.cu_k.shape
     if not one.k.numel():
@@ -146,7 +156,7 @@ def prepared(
     """
     tokens, heads, width = o.shape
     codes, scales = _room(do, one.cu_q)
-    starts, owners = schedule(one.cu_q, one.cu_q, tokens, BLOCK)
+    starts, owners = one.codes.listed
     attention_round.prepare_codes[(owners.shape[0] * heads,)](
         *(*_stored((do, o)), lse, codes.view(torch.uint8), scales, rows_of),
         *(one.cu_q, starts, owners, one.cu_q.shape[0] - 1, tokens),

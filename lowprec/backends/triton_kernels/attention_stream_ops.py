@@ -63,7 +63,7 @@ def _takes_call(one: Any) -> bool:
 
 
 def takes_backward(one: Any) -> bool:
-    """Whether these kernels compute the gradients of a call: those of a softmax, in bf16."""
+    """Whether these kernels compute the gradients of a call: of a softmax, in bf16 or of codes."""
     return one.native is None and one.kind == "softmax" and takes(one)
 
 
@@ -208,7 +208,7 @@ def backward(
         codes_q = s_q.descriptor
         scales = [codes.q[1], codes.k[1], None, None, codes.q[1].shape[1], codes.k[1].shape[1]]
     if scales_v is None:
-        _prepare(one, do, o, lse, rows_of, places)
+        _prepare(one, do, o, lse, rows_of)
     else:
         code, scales_do = attention_round_ops.prepared(one, do, o, lse.contiguous(), rows_of)
         dp_do = _plain(code, ROWS)
@@ -255,14 +255,20 @@ def _prepare(
     o: torch.Tensor,
     lse: torch.Tensor,
     rows_of: torch.Tensor,
-    tiles: int,
 ) -> None:
     """Write exponents and delta; see prepare_tiles."""
     tokens, heads, width = o.shape
     starts, owners = schedule(one.cu_q, one.cu_q, tokens, ROWS)
     attention_gradients.prepare_tiles[(owners.shape[0] * heads,)](
         *(do, o, lse.contiguous(), rows_of, one.cu_q, starts, owners),
-        *(one.cu_q.shape[0] - 1, tokens, tiles, heads, *do.stride()[:2], *o.stride()[:2]),
+        *(
+            one.cu_q.shape[0] - 1,
+            tokens,
+            rows_of.shape[1],
+            heads,
+            *do.stride()[:2],
+            *o.stride()[:2],
+        ),
         WIDTH=width,
         D=width,
         TILE=ROWS,

@@ -34,8 +34,8 @@ def weights(x, unit, peak, total, FACTOR: gl.constexpr, KIND: gl.constexpr):
         shrink = exp2(peak - higher)
         total = total * shrink + gl.sum(p, 1)
     else:
-        # GELU, x Phi(x), as x (1 + tanh(x (a + b x^2))) / 2, within 2.8e-4: what follows is rounded
-        # to bf16, and each further instruction an element is seen in the time.
+        # GELU, x Phi(x), as x (1 + tanh(x (a + b x^2))) / 2: within 2.8e-4 of it, where this tanh
+        # is right to 2^-11. Each further instruction an element is seen in the time.
         slope = unit
         if KIND == "gelu":
             slope = 1.6003 * unit + (0.2776 * unit * unit * unit) * (x * x)

@@ -58,6 +58,16 @@ def takes(x: torch.Tensor, row: str, column: str) -> bool:
     )
 
 
+def takes_new(x: torch.Tensor, row: str, column: str) -> bool:
+    """`takes` of a new matrix of the extents [R, C] and the dtype of x."""
+    rows, cols = x.shape
+    device = x.device.index
+    engine = takes_matrix((rows, cols), (cols, 1), x.dtype, device)
+    return has_elements(row, column) and (
+        engine or _threads_take_dense((rows, cols), x.dtype, device)
+    )
+
+
 def _engine_takes(x: torch.Tensor, extents: Sequence[int]) -> bool:
     """Whether the copy engine brings the tiles of x [1, R, C]."""
     aligned = x.data_ptr() % 16 == 0
@@ -71,12 +81,15 @@ def _threads_take(x: torch.Tensor, extents: Sequence[int]) -> bool:
     what starts elsewhere for bytes that it cannot copy.
     """
     return (
-        x.element_size() == 2
-        and x.data_ptr() % 16 == 0
-        and extents[1] % 4 == 0
+        x.data_ptr() % 16 == 0
         and x.stride(1) == extents[1]
-        and max(extents) < 2**31
-        and _major(x.device.index) >= 9
+        and _threads_take_dense(extents, x.dtype, x.device.index)
+    )
+
+
+def _threads_take_dense(extents: Sequence[int], dtype: torch.dtype, device: int) -> bool:
+    return (
+        dtype.itemsize == 2 and extents[1] % 4 == 0 and max(extents) < 2**31 and _major(device) >= 9
     )
 
 
