@@ -206,9 +206,10 @@ KERNELS = {
     "value_ops": "launch values starting",
     "rotate_ops": "butterfly launch starting views",
     "norm_ops": "launch norm pipelined starting streamed",
+    "norm_whole_ops": "launch norm_ops pipelined span_ops starting streamed",
     "gate_ops": "gates launch norm_ops starting",
     "scale_layouts": "launch starting swizzle",
-    "fused": "gate_ops launch norm_ops",
+    "fused": "gate_ops launch norm_ops norm_whole_ops",
     "rotated": "launch rotate_ops views",
     "attention_parts": "codec",
     "attention_codes": "codec",
@@ -241,10 +242,12 @@ KERNELS = {
     "barriers": "",
     "attention_weights": "",
     "attention_stream": "attention_weights",
-    "attention_stream_gradients": "attention_stream attention_weights",
+    "attention_stream_parts": "attention_stream",
+    "attention_stream_gradients": "attention_stream attention_stream_parts attention_weights",
     "attention_stream_ops": (
         "attention_fp8_ops attention_gradients attention_native attention_project_ops "
-        "attention_schedule attention_stream attention_stream_gradients launch pipelined"
+        "attention_round_ops attention_schedule attention_stream attention_stream_gradients "
+        "launch pipelined"
     ),
 }
 KERNELS_FOLDER = "backends.triton_kernels"

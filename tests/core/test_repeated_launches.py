@@ -72,7 +72,7 @@ def matrix(rows: int = 96, cols: int = 256, dtype: torch.dtype = BF16) -> torch.
 
 def ops() -> dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]]:
     """Every repeated function, and arguments of new tensors that are alike each time."""
-    from lowprec.backends.triton_kernels import gate_ops, launch, matrices, norm_ops
+    from lowprec.backends.triton_kernels import gate_ops, launch, matrices, norm_ops, norm_whole_ops
 
     def vector(dtype: torch.dtype = BF16) -> torch.Tensor:
         return torch.zeros(256, dtype=dtype)
@@ -100,7 +100,7 @@ def ops() -> dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]]:
         ),
         "norm both": (both, lambda: (matrix(), None, vector(), None, 1e-6, False, mx, mx)),
         "norm whole": (
-            norm_ops._norm_twice,
+            norm_whole_ops._norm_twice,
             lambda: (matrix(), None, vector(), None, amax(), 1e-6, True, "fp8_tensorwise"),
         ),
         "norm both, bands": (

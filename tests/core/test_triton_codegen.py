@@ -207,7 +207,7 @@ def streamed_norm(cols: int, *, centered: bool) -> None:
     from lowprec.backends.triton_kernels import norm_ops, streamed
 
     x, weight = matrix(cols=cols)[0], torch.empty(cols, dtype=torch.bfloat16)
-    out = norm_ops._norm_outputs(x, None, centered, MX)
+    out = norm_ops.norm_outputs(x, None, centered, MX)
     _, codes, scales, spec = norm_ops.parts(MX, out[-2:])
     sources = [x, None, weight, weight if centered else None]
     targets = [None, None, codes, scales, out[1] if centered else None, out[0]]

@@ -263,12 +263,13 @@ def test_the_ops_have_fakes_and_schemas_that_fit() -> None:
         gate_ops,
         launch,
         norm_ops,
+        norm_whole_ops,
         rotate_ops,
         scale_layouts,
         span_ops,
     )
 
-    del gate_ops, launch, norm_ops, rotate_ops, scale_layouts, span_ops
+    del gate_ops, launch, norm_ops, norm_whole_ops, rotate_ops, scale_layouts, span_ops
     x, rstd = gaussian(33, 48, seed=1).bfloat16(), torch.ones(33)
     weight, numbers = torch.ones(48).bfloat16(), [0, 1, 2]
     draws = (None, numbers, "across")

@@ -365,7 +365,13 @@ def test_repeated_launches_give_the_bits_of_tritons_own(
     dtype: torch.dtype, pad: int, offset: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Norms, activations and casts, as they are decided and as they are repeated elsewhere."""
-    from lowprec.backends.triton_kernels import gate_ops, matrices, norm_ops, starting
+    from lowprec.backends.triton_kernels import (
+        gate_ops,
+        matrices,
+        norm_ops,
+        norm_whole_ops,
+        starting,
+    )
 
     mx, tile = "mxfp8", "fp8_128x128"
     if not starting._direct:
@@ -388,7 +394,7 @@ def test_repeated_launches_give_the_bits_of_tritons_own(
                 (norm_ops.norm_cast, (x, other, weight, bias, 1e-6, True, "")),
                 (norm_ops.norm_both, (x, None, weight, None, 1e-6, False, mx, mx)),
                 (norm_ops.norm_both, (x, other, None, None, 1e-6, False, mx, mx)),
-                (norm_ops.norm_whole, (x, None, weight, bias, 1e-6, True, "fp8_tensorwise")),
+                (norm_whole_ops.norm_whole, (x, None, weight, bias, 1e-6, True, "fp8_tensorwise")),
                 (norm_ops.norm_again, (x, weight, bias, mean, rstd, "", tile)),
                 (norm_ops.norm_again, (x, weight, None, None, rstd, "", "")),
                 (norm_ops.norm_backward, (dy, x, weight, mean, rstd, other, True)),

@@ -12,96 +12,30 @@ own side of S and dP and all of v, a kernel has as codes alone; of the rest it c
 the next sequence are finite: p hides them, where values have to be made zero.
 """
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from lowprec.backends.triton_kernels.attention_stream import ROWS, place, ring, signals
+from lowprec.backends.triton_kernels.attention_stream import ROWS, ring, signals
+from lowprec.backends.triton_kernels.attention_stream_parts import (
+    expect,
+    fetch,
+    next_slot,
+    place_of,
+    product_layout,
+    scales_of,
+    store_rows,
+    zero_rows,
+)
 from lowprec.backends.triton_kernels.attention_weights import LOG2E, exp2
 
 STEP_Q = gl.constexpr(64)
-
-
-@triton.constexpr_function
-def _layout(columns, of_codes):
-    """Where a product of 64 rows leaves its values; the same places whatever its operands are."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 32 if of_codes else 16])
-
-
-@gluon.jit
-def _place(item, total, lists, cu_rows, cu_other, heads):
-    """`place` of an item, or of the last, with the sequence's first and number of the others."""
-    sequence, head, tile, first, rows = place(gl.minimum(item, total - 1), lists, cu_rows, heads)
-    first_other = gl.load(cu_other + sequence)
-    others = gl.load(cu_other + sequence + 1) - first_other
-    return sequence, head, tile, first, rows, first_other, others
-
-
-@gluon.jit
-def _zero_rows(buffer, valid, D: gl.constexpr):
-    """Make the rows of a tile in shared memory from `valid` on zero."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [4, 1], [1, 0])
-    TILE: gl.constexpr = buffer.shape[0]
-    tile = buffer.load(LAYOUT)
-    row = gl.arange(0, TILE, gl.SliceLayout(1, LAYOUT))
-    buffer.store(gl.where(gl.expand_dims(row < valid, 1), tile, 0.0))
-
-
-@gluon.jit
-def _store(to, stride, first, rows, values, D: gl.constexpr):
-    """Round [64, D] to bf16 and store the rows from `first` on that exist."""
-    OUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [4, 1], [1, 0])
-    r = first + gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
-    c = gl.arange(0, D, gl.SliceLayout(0, OUT))
-    at = to + gl.expand_dims(r.to(gl.int64) * stride, 1) + gl.expand_dims(c, 0)
-    inside = gl.expand_dims(r < rows, 1) & gl.expand_dims(c < D, 0)
-    gl.store(at, gl.convert_layout(values.to(gl.bfloat16), OUT), mask=inside)
-
-
-@gluon.jit
-def _fetch(sources, columns, row, full, places, number):
-    """Copy a tile of each of two tensors, and of their codes where they are, from four columns."""
-    one, two, codes_one, codes_two = sources
-    if codes_one is not None:
-        tma.async_copy_global_to_shared(codes_one, [row, columns[2]], full, places[2].index(number))
-    if codes_two is not None:
-        tma.async_copy_global_to_shared(codes_two, [row, columns[3]], full, places[3].index(number))
-    tma.async_copy_global_to_shared(one, [row, columns[0]], full, places[0].index(number))
-    tma.async_copy_global_to_shared(two, [row, columns[1]], full, places[1].index(number))
-
-
-@gluon.jit
-def _expect(full, sources, TILES: gl.constexpr):
-    """Announce what TILES calls of `_fetch` copy to the barrier `full`."""
-    one, two, codes_one, codes_two = sources
-    BYTES: gl.constexpr = one.block_type.nbytes + two.block_type.nbytes
-    FIRST: gl.constexpr = 0 if codes_one is None else codes_one.block_type.nbytes
-    SECOND: gl.constexpr = 0 if codes_two is None else codes_two.block_type.nbytes
-    mbarrier.expect(full, TILES * (BYTES + FIRST + SECOND))
-
-
-@gluon.jit
-def _after(slot, phase, STAGES: gl.constexpr):
-    """The next slot of a ring, and its phase."""
-    slot += 1
-    if slot == STAGES:
-        slot = 0
-        phase ^= 1
-    return slot, phase
-
-
-@gluon.jit
-def _scales_of(scales, tiles, head, first, sequence):
-    """Where the scales of a head of a sequence start."""
-    return scales + head * tiles + first // (2 * ROWS) + sequence
 
 
 @gluon.jit
@@ -139,16 +73,16 @@ def _copy_queries(
     total = gl.load(starts + batch) * shared_heads
     turn, slot, phase = 0, 0, 0
     step = gl.num_programs(0)
-    coming = _place(gl.program_id(0), total, lists, cu_k, cu_q, shared_heads)
+    coming = place_of(gl.program_id(0), total, lists, cu_k, cu_q, shared_heads)
     for item in range(gl.program_id(0), total, step):
         sequence, shared, tile, first_k, keys, first_q, queries = coming
-        coming = _place(item + step, total, lists, cu_k, cu_q, shared_heads)
+        coming = place_of(item + step, total, lists, cu_k, cu_q, shared_heads)
         mbarrier.wait(kept_empty.index(0), (turn & 1) ^ 1)
-        _expect(kept_full.index(0), kept, 2)
+        expect(kept_full.index(0), kept, 2)
         for half in gl.static_range(2):
             row = first_k + tile * TILE_K + half * ROWS
             kept_columns = (shared * k_head, shared * v_head)
-            _fetch(kept, kept_columns, row, kept_full.index(0), (k_at, v_at), half)
+            fetch(kept, kept_columns, row, kept_full.index(0), (k_at, v_at), half)
         turn += 1  # noqa: SIM113 (Triton has no enumerate)
         start = _first_query(tile * TILE_K, keys, queries, CAUSAL)
         steps = gl.cdiv(queries, STEP_Q) - start
@@ -162,10 +96,10 @@ def _copy_queries(
                 rows_at.index(slot), values + at + gl.arange(0, 2 * STEP_Q, BOTH)
             )
             async_copy.mbarrier_arrive(full.index(slot))
-            _expect(full.index(slot), passing, 1)
+            expect(full.index(slot), passing, 1)
             row, places = first_q + m * STEP_Q, (q_at, do_at, q_codes_at, do_codes_at)
-            _fetch(passing, columns_here, row, full.index(slot), places, slot)
-            slot, phase = _after(slot, phase, STAGES)
+            fetch(passing, columns_here, row, full.index(slot), places, slot)
+            slot, phase = next_slot(slot, phase, STAGES)
 
 
 @gluon.jit
@@ -187,8 +121,8 @@ def _keys(
     S_OF_CODES: gl.constexpr = q_codes_at is not None
     DP_OF_CODES: gl.constexpr = do_codes_at is not None
     OF_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP_Q, 16])
-    OF_QK: gl.constexpr = _layout(STEP_Q, S_OF_CODES)
-    OF_OV: gl.constexpr = _layout(STEP_Q, DP_OF_CODES)
+    OF_QK: gl.constexpr = product_layout(STEP_Q, S_OF_CODES)
+    OF_OV: gl.constexpr = product_layout(STEP_Q, DP_OF_CODES)
     OF_D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     OF_P: gl.constexpr = gl.DotOperandLayout(0, OF_D, 2)
     s_queries_at = q_codes_at if S_OF_CODES else q_at
@@ -206,10 +140,10 @@ def _keys(
     unit = scale * LOG2E
     turn, slot, phase = 0, 0, 0
     step = gl.num_programs(0)
-    coming = _place(gl.program_id(0), total, lists, cu_k, cu_q, shared_heads)
+    coming = place_of(gl.program_id(0), total, lists, cu_k, cu_q, shared_heads)
     for item in range(gl.program_id(0), total, step):
         sequence, shared, tile, first_k, keys, first_q, queries = coming
-        coming = _place(item + step, total, lists, cu_k, cu_q, shared_heads)
+        coming = place_of(item + step, total, lists, cu_k, cu_q, shared_heads)
         first = tile * TILE_K + HALF * ROWS
         acc_k = gl.zeros((ROWS, D), gl.float32, OF_D)
         acc_v = gl.zeros((ROWS, D), gl.float32, OF_D)
@@ -219,20 +153,20 @@ def _keys(
         turn += 1  # noqa: SIM113 (Triton has no enumerate)
         key_unit = unit
         if S_OF_CODES:
-            key_unit *= gl.load(_scales_of(scales_k, k_tiles, shared, first_k, sequence) + tile)
+            key_unit *= gl.load(scales_of(scales_k, k_tiles, shared, first_k, sequence) + tile)
         if DP_OF_CODES:
-            value_unit = gl.load(_scales_of(scales_v, k_tiles, shared, first_k, sequence) + tile)
+            value_unit = gl.load(scales_of(scales_v, k_tiles, shared, first_k, sequence) + tile)
         for one in range(group):
             head = shared * group + one
             if S_OF_CODES:
-                at_q = _scales_of(scales_q, q_tiles, head, first_q, sequence)
+                at_q = scales_of(scales_q, q_tiles, head, first_q, sequence)
             if DP_OF_CODES:
-                at_do = _scales_of(scales_do, q_tiles, head, first_q, sequence)
+                at_do = scales_of(scales_do, q_tiles, head, first_q, sequence)
             if steps > 0 and queries % STEP_Q != 0:
                 # Rows of the next sequence: they may not even add 0 times Inf.
                 mbarrier.wait(full.index(slot), phase)
-                _zero_rows(q_at.index(slot), queries % STEP_Q, D)
-                _zero_rows(do_at.index(slot), queries % STEP_Q, D)
+                zero_rows(q_at.index(slot), queries % STEP_Q, D)
+                zero_rows(do_at.index(slot), queries % STEP_Q, D)
                 fence_async_shared()
             for j in range(steps):
                 mbarrier.wait(full.index(slot), phase)
@@ -270,11 +204,11 @@ def _keys(
                 last = warpgroup_mma(left, q_at.index(slot), acc_k, is_async=True)
                 acc_v, acc_k = warpgroup_mma_wait(0, deps=[later, last])
                 mbarrier.arrive(empty.index(slot), count=1)
-                slot, phase = _after(slot, phase, STAGES)
+                slot, phase = next_slot(slot, phase, STAGES)
         mbarrier.arrive(kept_empty.index(0), count=1)
         at = (first_k.to(gl.int64) * shared_heads + shared) * D
-        _store(dv + at, shared_heads * D, first, keys, acc_v, D)
-        _store(dk + at, shared_heads * D, first, keys, acc_k * scale, D)
+        store_rows(dv + at, shared_heads * D, first, keys, acc_v, D)
+        store_rows(dk + at, shared_heads * D, first, keys, acc_k * scale, D)
 
 
 @gluon.jit(do_not_specialize=["batch", "tiles", "q_tiles", "k_tiles"])
@@ -356,16 +290,16 @@ def _copy_keys(
     total = gl.load(starts + batch) * heads
     turn, slot, phase = 0, 0, 0
     step = gl.num_programs(0)
-    coming = _place(gl.program_id(0), total, lists, cu_q, cu_k, heads)
+    coming = place_of(gl.program_id(0), total, lists, cu_q, cu_k, heads)
     for item in range(gl.program_id(0), total, step):
         _sequence, head, tile, first_q, queries, first_k, keys = coming
-        coming = _place(item + step, total, lists, cu_q, cu_k, heads)
+        coming = place_of(item + step, total, lists, cu_q, cu_k, heads)
         mbarrier.wait(kept_empty.index(0), (turn & 1) ^ 1)
-        _expect(kept_full.index(0), kept, 2)
+        expect(kept_full.index(0), kept, 2)
         for half in gl.static_range(2):
             row = first_q + tile * (2 * ROWS) + half * ROWS
             kept_columns = (head * q_head, head * do_head)
-            _fetch(kept, kept_columns, row, kept_full.index(0), (q_at, do_at), half)
+            fetch(kept, kept_columns, row, kept_full.index(0), (q_at, do_at), half)
         turn += 1  # noqa: SIM113 (Triton has no enumerate)
         steps = gl.cdiv(_last_key(tile * 2 * ROWS, keys, queries, CAUSAL, 2 * ROWS), STEP_K)
         shared = head // group
@@ -373,10 +307,10 @@ def _copy_keys(
             n = steps - 1 - j
             mbarrier.wait(empty.index(slot), phase ^ 1)
             columns_here = (shared * k_head, shared * v_head, shared * D, 0)
-            _expect(full.index(slot), passing, 1)
+            expect(full.index(slot), passing, 1)
             row, places = first_k + n * STEP_K, (k_at, v_at, k_codes_at)
-            _fetch(passing, columns_here, row, full.index(slot), places, slot)
-            slot, phase = _after(slot, phase, STAGES)
+            fetch(passing, columns_here, row, full.index(slot), places, slot)
+            slot, phase = next_slot(slot, phase, STAGES)
 
 
 @gluon.jit
@@ -402,8 +336,8 @@ def _queries(
     S_OF_CODES: gl.constexpr = k_codes_at is not None
     DP_OF_CODES: gl.constexpr = scales_do is not None
     OF_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP_K, 16])
-    OF_QK: gl.constexpr = _layout(STEP_K, S_OF_CODES)
-    OF_OV: gl.constexpr = _layout(STEP_K, DP_OF_CODES)
+    OF_QK: gl.constexpr = product_layout(STEP_K, S_OF_CODES)
+    OF_OV: gl.constexpr = product_layout(STEP_K, DP_OF_CODES)
     OF_D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     OF_P: gl.constexpr = gl.DotOperandLayout(0, OF_D, 2)
     s_keys_at = k_codes_at if S_OF_CODES else k_at
@@ -417,10 +351,10 @@ def _queries(
     unit = scale * LOG2E
     turn, slot, phase = 0, 0, 0
     step = gl.num_programs(0)
-    coming = _place(gl.program_id(0), total, lists, cu_q, cu_k, heads)
+    coming = place_of(gl.program_id(0), total, lists, cu_q, cu_k, heads)
     for item in range(gl.program_id(0), total, step):
         sequence, head, tile, first_q, queries, first_k, keys = coming
-        coming = _place(item + step, total, lists, cu_q, cu_k, heads)
+        coming = place_of(item + step, total, lists, cu_q, cu_k, heads)
         first = tile * (2 * ROWS) + HALF * ROWS
         rows = first + own
         place_of_rows = head * tiles + first_q // ROWS + sequence + tile * 2 + HALF
@@ -431,19 +365,19 @@ def _queries(
         steps = gl.cdiv(high, STEP_K)
         query_unit = unit
         if S_OF_CODES:
-            query_unit *= gl.load(_scales_of(scales_q, q_tiles, head, first_q, sequence) + tile)
-            at_k = _scales_of(scales_k, k_tiles, head // group, first_k, sequence)
+            query_unit *= gl.load(scales_of(scales_q, q_tiles, head, first_q, sequence) + tile)
+            at_k = scales_of(scales_k, k_tiles, head // group, first_k, sequence)
         if DP_OF_CODES:
-            do_unit = gl.load(_scales_of(scales_do, q_tiles, head, first_q, sequence) + tile)
-            at_v = _scales_of(scales_v, k_tiles, head // group, first_k, sequence)
+            do_unit = gl.load(scales_of(scales_do, q_tiles, head, first_q, sequence) + tile)
+            at_v = scales_of(scales_v, k_tiles, head // group, first_k, sequence)
         mbarrier.wait(kept_full.index(0), turn & 1)
         turn += 1  # noqa: SIM113 (Triton has no enumerate)
         if steps * STEP_K > keys:
             # Keys of the next sequence: as zeros their dP is zero, and what they add is too.
             mbarrier.wait(full.index(slot), phase)
-            _zero_rows(k_at.index(slot), keys % STEP_K, D)
+            zero_rows(k_at.index(slot), keys % STEP_K, D)
             if not DP_OF_CODES:
-                _zero_rows(v_at.index(slot), keys % STEP_K, D)
+                zero_rows(v_at.index(slot), keys % STEP_K, D)
             fence_async_shared()
         for j in range(steps):
             n = (steps - 1 - j) * STEP_K
@@ -475,10 +409,10 @@ def _queries(
             acc = warpgroup_mma(left, k_at.index(slot), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(empty.index(slot), count=1)
-            slot, phase = _after(slot, phase, STAGES)
+            slot, phase = next_slot(slot, phase, STAGES)
         mbarrier.arrive(kept_empty.index(0), count=1)
         at = (first_q.to(gl.int64) * heads + head) * D
-        _store(dq + at, heads * D, first, queries, acc * scale, D)
+        store_rows(dq + at, heads * D, first, queries, acc * scale, D)
 
 
 @gluon.jit(do_not_specialize=["batch", "tiles", "q_tiles", "k_tiles"])

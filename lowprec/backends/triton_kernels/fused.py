@@ -265,7 +265,12 @@ def _ops(x: torch.Tensor) -> Any:
 
 @cache
 def _launch() -> Any:
-    from lowprec.backends.triton_kernels import gate_ops, launch, norm_ops  # register the ops
+    from lowprec.backends.triton_kernels import (  # register the ops
+        gate_ops,
+        launch,
+        norm_ops,
+        norm_whole_ops,
+    )
 
-    del gate_ops, norm_ops
+    del gate_ops, norm_ops, norm_whole_ops
     return launch

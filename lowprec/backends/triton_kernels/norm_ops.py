@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 import triton
 
-from lowprec.backends.triton_kernels import launch, norm, span_ops, streamed
+from lowprec.backends.triton_kernels import launch, norm, streamed
 from lowprec.backends.triton_kernels.launch import (
     LIBRARY,
     Spec,
@@ -86,7 +86,7 @@ LIBRARY.define(
 )
 
 
-def _norm_outputs(
+def norm_outputs(
     x: torch.Tensor, residual: torch.Tensor | None, centered: bool, cast: str
 ) -> list[torch.Tensor]:
     """rstd, mean if centered, x + residual if there is one, then codes and scales or y."""
@@ -107,7 +107,7 @@ def _norm_cast_fake(
     centered: bool,
     cast: str,
 ) -> list[torch.Tensor]:
-    return _norm_outputs(x, residual, centered, cast)
+    return norm_outputs(x, residual, centered, cast)
 
 
 def row_tile(cols: int) -> tuple[int, int, int]:
@@ -141,7 +141,7 @@ def norm_cast(
     cast: str,
 ) -> list[torch.Tensor]:
     """See norm.norm_rows."""
-    out = _norm_outputs(x, residual, centered, cast)
+    out = norm_outputs(x, residual, centered, cast)
     if x.numel() == 0:
         return out
     integer, (rows, cols) = launch.INTEGER, x.shape
@@ -310,7 +310,7 @@ def _norm_both_fake(
     column: str,
 ) -> list[torch.Tensor]:
     """rstd, mean if centered, x + residual if there is one; codes and scales as cast_tiles'."""
-    kept = _norm_outputs(x, residual, centered, "")[:-1]
+    kept = norm_outputs(x, residual, centered, "")[:-1]
     return kept + [one[0] for one in launch.outputs(x[None], row, column)]
 
 
@@ -485,76 +485,9 @@ def norm_again(
     return out
 
 
-LIBRARY.define(
-    "norm_whole(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool centered,"
-    " str cast) -> Tensor[]"
-)
-
-
-def _norm_whole_fake(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    centered: bool,
-    cast: str,
-) -> list[torch.Tensor]:
-    """rstd, mean if centered, x + residual if there is one; codes both ways and their scale."""
-    kept = _norm_outputs(x, residual, centered, "")[:-1]
-    return kept + [one[0] for one in span_ops.both_outputs(x[None], cast)]
-
-
-def norm_whole(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    centered: bool,
-    cast: str,
-) -> list[torch.Tensor]:
-    """A norm and its cast with one scale for the tensor.
-
-    The result is never written: its largest magnitude is found first, then it is made again inside
-    of the cast. Elsewhere it is.
-    """
-    if streamed.takes_whole(x, residual, (weight, bias), cast):
-        amax = torch.zeros(1, dtype=torch.int32, device=x.device)
-        return _norm_twice(x, residual, weight, bias, amax, eps, centered, cast)
-    *kept, y = norm_cast(x, residual, weight, bias, eps, centered, "")
-    return [*kept, *(one[0] for one in span_ops.cast_tensor_both(y[None], cast))]
-
-
-@repeated
-def _norm_twice(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    amax: torch.Tensor,
-    eps: float,
-    centered: bool,
-    cast: str,
-) -> list[torch.Tensor]:
-    from lowprec.backends.triton_kernels import pipelined
-
-    out = _norm_whole_fake(x, residual, weight, bias, eps, centered, cast)
-    rstd, mean = out[0], out[1] if centered else None
-    source = x if residual is None else out[1 + centered]
-    targets = [None if residual is None else source, None, None, None, mean, rstd]
-    streamed.normalize([x, residual, weight, bias], targets, eps, None, amax=amax)
-    codes, codes_t, scale = (one[None] for one in out[-3:])
-    affine = pipelined.Affine(weight, bias, mean, rstd)
-    every = [codes, scale, codes_t, scale]
-    pipelined.cast(source[None], cast, cast, every, norm=affine, amax=amax)
-    return out
-
-
 launch.register(
     {
         "norm_cast": (norm_cast, _norm_cast_fake),
-        "norm_whole": (norm_whole, _norm_whole_fake),
         "norm_backward": (norm_backward, _norm_backward_fake),
         "norm_both": (norm_both, _norm_both_fake),
         "norm_again": (norm_again, _norm_again_fake),
