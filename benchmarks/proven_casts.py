@@ -28,9 +28,14 @@ CASTS = ("test_kernels_on_gpu", "test_fused_on_gpu", "test_emulated_on_gpu")
 
 
 def attention_names() -> dict[str, set[str]]:
-    """What each file of attention tests proves: policies of the recipes that have kernels."""
+    """What each file of attention tests proves: policies of the recipes that have kernels.
+
+    And that of a backward pass in BF16 of what the casts say.
+    """
     policy = lowprec.load_recipe("fp8-attention").rules[-1].attention
-    both = {"attention bf16", f"attention {policy}"}
+    qk, pv, *_ = str(policy).split(" / ")
+    rounded = " / ".join([qk, pv, f"bf16 x {qk}", "bf16", *[f"bf16 x {qk}"] * 2])
+    both = {"attention bf16", f"attention {policy}", f"attention {rounded}"}
     return {
         "test_attention_on_gpu": both,
         "test_attention_calls_on_gpu": both,

@@ -174,6 +174,10 @@ def _norm(stage: Stage, work: Work, *, fused: bool) -> Iterator[Kernel]:
         yield Kernel("norm again", f"- | {column}", sizes, NORM)
         yield Kernel("norm backward", "kernel", sizes, NORM)
         return
+    if _whole_norm(stage):
+        # Its pass for the largest magnitude stands for the one that the cast is priced with.
+        yield Kernel("norm backward", "kernel", sizes, NORM)
+        return
     yield Kernel("norm", "bf16", sizes, NORM)
     if stage.policy.quantizes:  # what a converted NormLinear does not keep, it makes again
         yield Kernel("norm", "bf16", sizes, NORM)
@@ -182,18 +186,29 @@ def _norm(stage: Stage, work: Work, *, fused: bool) -> Iterator[Kernel]:
 
 def _norm_casts(stage: Stage) -> tuple[Cast, ...]:
     """The casts of x for fprop and wgrad where the norm's kernels make both, else nothing."""
+    found = _kernel_casts(stage)
+    fits = [triton_kernels.fits_norm(one, again=at > 0) for at, one in enumerate(found)]
+    return found if all(fits) else ()
+
+
+def _whole_norm(stage: Stage) -> bool:
+    """Whether the norm is made inside a cast with one scale for the tensor, and never written."""
+    found = _kernel_casts(stage)
+    return len(set(found)) == 1 and triton_kernels.fits_norm_whole(found[0])
+
+
+def _kernel_casts(stage: Stage) -> tuple[Cast, ...]:
+    """The casts of x for fprop and wgrad where our kernels make both for native products."""
     found = []
     for name, side in _USES["x"]:
         gemm = getattr(stage.runs, name)
         if not isinstance(gemm, Gemm) or gemm.rotation is not None:
             return ()
-        backends, cast = stage.backends[name], (gemm.left, gemm.right)[side]
+        backends = stage.backends[name]
         by_triton = (backends.left, backends.right)[side] == "triton"
-        if not (
-            backends.native and by_triton and triton_kernels.fits_norm(cast, again=name == "wgrad")
-        ):
+        if not (backends.native and by_triton):
             return ()
-        found.append(cast)
+        found.append((gemm.left, gemm.right)[side])
     return tuple(found)
 
 

@@ -121,12 +121,14 @@ class CudaBench:
     def _gemm(self, case: Case, gemm: Gemm) -> Run:
         m, n, k = case.sizes
         if case.op == "wgrad":
-            first = _both(self._random(m, n), None, gemm.left)[1]
-            second = _both(self._random(m, k), None, gemm.right)[1]
+            # As a layer has them, from one read for both its products: codes by column lie along
+            # the contraction, also those of one scale for the tensor.
+            first = cast_both(self._random(m, n), gemm.left, gemm.left)[1]
+            second = cast_both(self._random(m, k), gemm.right, gemm.right)[1]
             a, b = first.mT, second.mT
         else:
-            a = _both(self._random(m, k), gemm.left, None)[0]
-            b = _both(self._random(n, k), gemm.right, None)[0]
+            (a,) = cast_both(self._random(m, k), gemm.left, None)
+            (b,) = cast_both(self._random(n, k), gemm.right, None)
         backend = choose_gemm(gemm.left, gemm.right, self.hardware).product
         return lambda: ops.matmul(a, b, backend=backend)
 
@@ -137,11 +139,6 @@ def cast_both(x: torch.Tensor, row: Cast | None, column: Cast | None) -> list[Qu
         return list(triton_kernels.quantize_both(x, row, column))
     wanted = [(row, -1), (column, -2)]
     return [ops.quantize(x, cast, axis=axis) for cast, axis in wanted if cast is not None]
-
-
-def _both(x: torch.Tensor, row: Cast | None, column: Cast | None) -> list[Any]:
-    found: list[Any] = cast_both(x, row, column)
-    return found if row is not None else [None, *found]
 
 
 def _by_triton(cast: Cast) -> bool:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import lowprec
+from lowprec import timing
 from lowprec.__main__ import main
 from lowprec.calibrating import Case, measure, needed, write
 from lowprec.calibration import (
@@ -24,8 +25,10 @@ from lowprec.policy import LinearPolicy
 from lowprec.predicting import Work, kernels, predict
 from lowprec.recipe import load_recipe, shipped_recipes
 from lowprec.stages import Stage
+from lowprec.tensor import QuantizedTensor
 from lowprec.timing import CudaBench
 from tests.core.calibrations import Clock, power_law, resealed, synthetic
+from tests.core.kernel_cases import inside
 
 PUBLISHED = Calibration(
     *("published", "b200", "NVIDIA B200", (10, 0), "any", "any", "any", "0.1.0", "2026-01-01"),
@@ -242,6 +245,24 @@ def test_the_kernels_that_are_timed_have_the_shapes_they_are_named_for() -> None
         assert result.shape == (m, k)
     dx, dweight = bench.build(Case("norm backward", "torch", (m, k)))()  # type: ignore[misc]
     assert (dx.shape, dweight.shape) == ((m, k), (k,))
+
+
+@inside
+@pytest.mark.parametrize("what", ["fp8_tensorwise", "fp8_rowwise", "mxfp8_1x128 x mxfp8_128x128"])
+def test_products_are_timed_on_operands_that_need_no_copy(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the kernels a layer has all codes along the contraction, for wgrad as well."""
+    seen: list[QuantizedTensor] = []
+    monkeypatch.setattr(timing, "_by_triton", lambda cast: True)
+    monkeypatch.setattr(timing.ops, "matmul", lambda a, b, backend: seen.extend((a, b)))
+    bench = CudaBench(named("cpu"), device="cpu")
+    for op in ("fprop", "wgrad"):
+        bench.build(Case(op, what, (128, 256, 128)))()
+    assert len(seen) == 4
+    for left, right in (seen[:2], seen[2:]):
+        assert left.codes.stride(-1) == 1
+        assert right.codes.stride(-1 if right.codes.shape[-1] == left.codes.shape[-1] else -2) == 1
 
 
 def test_the_clock_is_asked_for_every_shape_of_the_grid_once() -> None:

@@ -139,6 +139,13 @@ def test_the_norm_takes_over_the_cast_of_x(monkeypatch: pytest.MonkeyPatch) -> N
         assert predicted(PORTABLE, work, synthetic()).casts_us == pytest.approx(
             4 * (512 * 256 + 8192 * 512 + 8192 * 256) / CAST_RATE, rel=1e-3
         )
+        whole = frozenset({"fp8_tensorwise", "norm + fp8_tensorwise"})
+        monkeypatch.setattr(triton_kernels, "PROVEN", whole)
+        found = [(one.op, one.what) for one in kernels(stage_of("fp8_tensorwise"), work)]
+        assert found[3:] == [
+            ("norm backward", "kernel"),
+            *[("cast", "fp8_tensorwise | fp8_tensorwise")] * 3,
+        ]
     monkeypatch.setattr(triton_kernels, "PROVEN", frozenset())
     found = [(one.op, one.what) for one in kernels(stage_of(PORTABLE), work) if one.part == "norm"]
     assert found == [("norm", "bf16"), ("norm", "bf16"), ("norm backward", "torch")]

@@ -38,7 +38,7 @@ INTERPRETED_FILES = (
     __file__,
     *(
         str(Path(__file__).with_name(f"test_{one}.py"))
-        for one in ("triton_fused", "emulated_values")
+        for one in ("triton_fused", "emulated_values", "calibration")
     ),
 )
 # numpy, in which the interpreter computes, warns of the very NaN and Inf that are tested.
