@@ -159,3 +159,13 @@ def test_codes_are_written_beside_what_they_stand_for(
     # 2 bytes in, 3 out of each element of keys: time for some 20 instructions.
     threads = 32 * kernels["round_pair"].options["num_warps"]
     assert sum(found.values()) * threads <= 20 * 2 * 128 * 128
+
+
+def test_codes_of_the_gradient_are_written_with_delta(
+    kernels: dict[str, Recorder], tmp_path: Path
+) -> None:
+    launched(128, "none", "softmax", eight=True, policy=NATIVE)
+    found = held(kernels["prepare_codes"], "prepare_codes", tmp_path)
+    # 4 bytes in, 1 out of each element of queries: time for some 24 instructions.
+    threads = 32 * kernels["prepare_codes"].options["num_warps"]
+    assert sum(found.values()) * threads <= 24 * 128 * 128

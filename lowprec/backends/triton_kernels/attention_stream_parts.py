@@ -60,7 +60,7 @@ def fetch(sources, columns, row, full, places, number):
 
 @gluon.jit
 def expect(full, sources, TILES: gl.constexpr):
-    """Announce what TILES calls of `_fetch` copy to the barrier `full`."""
+    """Announce what TILES calls of `fetch` copy to the barrier `full`."""
     one, two, codes_one, codes_two = sources
     BYTES: gl.constexpr = one.block_type.nbytes + two.block_type.nbytes
     FIRST: gl.constexpr = 0 if codes_one is None else codes_one.block_type.nbytes
