@@ -16,6 +16,7 @@ from typing import Any, Final, NoReturn
 
 import torch
 
+from lowprec.backends import triton_kernels
 from lowprec.calibrating import measure
 from lowprec.calibration import load_calibration
 from lowprec.errors import LowprecError, PlanError
@@ -121,8 +122,10 @@ def _formats() -> list[str]:
 def _plan(arguments: argparse.Namespace) -> str:
     target: str = arguments.model
     file, _, function = target.rpartition(":")
-    if not file or not Path(file).is_file():
-        raise PlanError(f"{target!r}: write FILE.py:FUNCTION, with a file that exists")
+    if not file:
+        raise PlanError(f"{target!r}: write FILE.py:FUNCTION, such as model.py:build")
+    if not Path(file).is_file():
+        raise PlanError(f"{target!r}: {file} is not there; write FILE.py:FUNCTION, with its path")
     # All that can be wrong here is said before code of the user's runs, which may take long.
     recipe = load_recipe(arguments.recipe)
     hardware = None if arguments.hardware is None else named(arguments.hardware)
@@ -139,7 +142,12 @@ def _plan(arguments: argparse.Namespace) -> str:
         if not isinstance(model, torch.nn.Module):
             raise PlanError(f"{target} returned {type(model).__qualname__}, not a torch.nn.Module")
         options = {"steps": arguments.steps, "calibration": prices, "rows": arguments.rows}
-        return str(plan(model, recipe, hardware=hardware, **options))
+        text = str(plan(model, recipe, hardware=hardware, **options))
+    missing = triton_kernels.missing()
+    if missing and (hardware or current()).capability is not None:
+        # Which kernels there are is asked here, not on the machine that will train.
+        text += f"\n\nPlanned without our own kernels: {missing}. pip install 'lowprec[triton]'"
+    return text
 
 
 def _run_file(file: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from lowprec.attention_policy import (
     StaticCast,
 )
 from lowprec.attention_stages import AttentionStage
-from lowprec.backends.attention import ATTENTION_NATIVE
+from lowprec.backends.attention import ATTENTION_NATIVE, AttentionFacts, choose_attention
 from lowprec.coverage import Uncovered
 from lowprec.errors import PlanError
 from lowprec.hardware import Hardware
@@ -185,11 +185,16 @@ def _plan(
             notes += [one for one in unbounded if one not in notes]
     else:
         notes.append(f"left as it is: {reason}")
+    stages = _stages(policies, site, hardware)
+    for stage in stages:
+        why = _why_emulated(stage, site, hardware)
+        if why and why not in notes:
+            notes.append(why)
     return AttentionPlan(
         name=name,
         activation=site.activation,
         mask=site.mask,
-        stages=_stages(policies, site, hardware),
+        stages=stages,
         converted=reason is None,
         rule=rule,
         notes=tuple(notes),
@@ -208,6 +213,14 @@ def _stages(
                 )
             )
     return tuple(stages)
+
+
+def _why_emulated(stage: AttentionStage, site: Site, hardware: Hardware) -> str:
+    """Why a GPU's kernels do not compute a stage in 8 bits; empty where they do, or on a CPU."""
+    if hardware.capability is None or not stage.policy.quantizes or _native(stage):
+        return ""
+    facts = AttentionFacts(hardware, stage.policy, site.activation, site.mask.kind)
+    return f"emulated: {dict(choose_attention(facts).refusals)['triton']}"
 
 
 def bounded(policy: AttentionPolicy, activation: str) -> tuple[AttentionPolicy, list[str]]:

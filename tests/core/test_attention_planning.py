@@ -209,6 +209,21 @@ def test_the_plan_prints_stores_hashes_and_differs() -> None:
     assert lowprec.plan(wider, RECIPE, hardware="h200").hash != plan.hash
 
 
+def test_a_plan_says_why_a_gpu_emulates() -> None:
+    recipe = lowprec.load_recipe("fp8-attention")
+    model = nn.ModuleDict({"a": Attention(), "b": Attention(activation="gelu")})
+    model["c"] = nn.Linear(128, 128)
+    there = lowprec.plan(model, recipe, hardware="h200").attentions
+    here = lowprec.plan(model, recipe, hardware="cpu").attentions
+    if importlib.util.find_spec("triton") is None:
+        assert [one.notes[-1] for one in there] == ["emulated: Triton is not installed"] * 2
+    else:
+        assert there[0].runs() == "native"
+        assert there[0].notes == ()
+        assert there[1].notes[-1] == "emulated: 8-bit products of a softmax alone, not of gelu"
+    assert not any("emulated" in note for one in here for note in one.notes)
+
+
 def test_plans_without_attention_keep_their_hash_and_read_back() -> None:
     model = nn.Sequential(nn.Linear(32, 32), Attention())
     plan = lowprec.plan(model, lowprec.load_recipe("mxfp8"), hardware="cpu")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lowprec.__main__ import main
+from lowprec.backends import triton_kernels
 from lowprec.formats import FORMATS
 from lowprec.recipe import parse_recipe, shipped_recipes
 
@@ -44,11 +45,28 @@ def test_plan_prints_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "native" in out
 
 
+def test_a_plan_for_a_gpu_says_that_triton_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "model.py"
+    file.write_text(MODEL)
+    says = "Planned without our own kernels: Triton is not installed. pip install 'lowprec[triton]'"
+    for reason, hardware, said in (
+        ("Triton is not installed", "h200", True),
+        ("Triton is not installed", "cpu", False),
+        (None, "h200", False),
+    ):
+        monkeypatch.setattr(triton_kernels, "missing", lambda reason=reason: reason)
+        assert main(["plan", f"{file}:build", "mxfp8", "--hardware", hardware]) == 0
+        assert capsys.readouterr().out.endswith(says + "\n") == said
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["show", "mxfp88"], "did you mean mxfp8"),
-        (["plan", "nowhere.py:f", "mxfp8"], "a file that exists"),
+        (["plan", "nowhere.py:f", "mxfp8"], "nowhere.py is not there; write FILE.py:FUNCTION"),
+        (["plan", "nowhere.py", "mxfp8"], "write FILE.py:FUNCTION, such as model.py:build"),
         (
             ["plan", "{file}:bild", "mxfp8"],
             "it has: broken, build, leave, lines, number, vector, width",

@@ -24,14 +24,14 @@ def refuse_native(
 
     A call with a bias, or a scale that is not positive, is refused when it comes.
     """
+    if policy.quantizes and activation != "softmax":
+        return f"8-bit products of a softmax alone, not of {activation}"
     try:
         native = Native8.of(policy)
     except UnsupportedError as error:
         return str(error)
     if native is None:
         return "nothing is quantized"
-    if activation != "softmax":
-        return f"8-bit products of a softmax alone, not of {activation}"
     if head_dim is not None and head_dim > WIDEST:
         return f"8-bit products with head dim {head_dim}; at most {WIDEST}"
     if capability is not None and capability < CAPABILITY:
