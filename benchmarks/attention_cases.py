@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.attention_sqnr import policies
 from lowprec.attention_call import AttentionCall, Mask
 from lowprec.attention_policy import ATTENTION_BF16, AttentionPolicy
 from lowprec.backends.triton_kernels import attention_ops, attention_stream_ops
@@ -97,14 +98,9 @@ def seen(mask: Mask, rows: int, cols: int) -> torch.Tensor:
     return (j >= 0).expand(rows, cols)
 
 
-NATIVE = AttentionPolicy.parse(
-    "fp8_128x128 / e4m3*256 x fp8_128x128 / fp8_128x128 / bf16 / bf16 / bf16"
-)
-"""The recipe fp8-attention: S and dP of codes backward, dV, dQ and dK in bf16."""
-DP_BF16 = AttentionPolicy.parse(
-    "fp8_128x128 / e4m3*256 x fp8_128x128 / bf16 x fp8_128x128 / bf16 / bf16 x fp8_128x128 / "
-    "bf16 x fp8_128x128"
-)
+NATIVE = policies()["fp8-attention"]
+"""The recipe: S and dP of codes backward, dV, dQ and dK in bf16."""
+DP_BF16 = policies()["fp8-attention, backward rounded"]
 """All but S bf16 backward, of the operands that the forward pass read."""
 
 

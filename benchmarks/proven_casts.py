@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-import lowprec  # noqa: E402
+from benchmarks.attention_sqnr import policies  # noqa: E402
 from lowprec.errors import UnsupportedError  # noqa: E402
 from lowprec.formats import Cast  # noqa: E402
 
@@ -32,10 +32,9 @@ def attention_names() -> dict[str, set[str]]:
 
     And that of a backward pass in BF16 of what the casts say.
     """
-    policy = lowprec.load_recipe("fp8-attention").rules[-1].attention
-    qk, pv, *_ = str(policy).split(" / ")
-    rounded = " / ".join([qk, pv, f"bf16 x {qk}", "bf16", *[f"bf16 x {qk}"] * 2])
-    both = {"attention bf16", f"attention {policy}", f"attention {rounded}"}
+    known = policies()
+    native = (known["fp8-attention"], known["fp8-attention, backward rounded"])
+    both = {"attention bf16", *(f"attention {one}" for one in native)}
     return {
         "test_attention_on_gpu": both,
         "test_attention_calls_on_gpu": both,

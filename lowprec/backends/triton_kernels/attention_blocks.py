@@ -16,6 +16,7 @@ from lowprec.backends.triton_kernels.attention_parts import (
     LOG2E,
     LOWEST,
     activated,
+    exponents_of,
     load_rows,
     loop_end,
     narrow,
@@ -169,9 +170,7 @@ def blocks_backward(
         value = load_rows(value_at, first, length, v_row, SIZE, D, WIDTH)
         power, mean = 0.0, 0.0
         if IS_SOFTMAX:
-            power = tl.load(lse + high * tokens + base + rows, mask=there, other=0.0) * LOG2E
-            # Rows without a finite score have no sum to divide by: their P is zero.
-            power = tl.where(power == float("-inf"), float("inf"), power)[:, None]
+            power = exponents_of(lse + high * tokens + base + rows, there)[:, None]
             o_tile = load_rows(o_at, first, length, o_row, SIZE, D, WIDTH)
             mean = tl.sum(dp_tile.to(tl.float32) * o_tile.to(tl.float32), 1)[:, None]
         s = product(s_query, tl.trans(s_key))

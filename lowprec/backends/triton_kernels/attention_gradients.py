@@ -18,6 +18,7 @@ from lowprec.backends.triton_kernels.attention_codes import first_tile
 from lowprec.backends.triton_kernels.attention_parts import (
     LOG2E,
     activated_slope,
+    exponents_of,
     key_range,
     load_rows,
     loop_end,
@@ -58,9 +59,7 @@ def prepare(
     found = tl.sum(do_tile.to(tl.float32) * o_tile.to(tl.float32), 1)
     at, there = head * tokens + rows, rows < tokens
     tl.store(delta + at, found, mask=there)
-    power = tl.load(lse + at, mask=there, other=0.0) * LOG2E
-    power = tl.where(power == float("-inf"), float("inf"), power)
-    tl.store(exponents + at, power, mask=there)
+    tl.store(exponents + at, exponents_of(lse + at, there), mask=there)
 
 
 @triton.jit(do_not_specialize=["batch", "tiles"])
@@ -101,11 +100,9 @@ def prepare_tiles(
     found = tl.sum(do_tile.to(tl.float32) * o_tile.to(tl.float32), 1)
     rows = first + tl.arange(0, TILE)
     line = lse + wide * tokens + first_q + rows
-    power = tl.load(line, mask=rows < queries, other=float("-inf")) * LOG2E
-    power = tl.where(power == float("-inf"), float("inf"), power)
     place = wide * tiles + first_tile(cu_q, sequence, TILE) + tile
     to = rows_of + place * (2 * TILE) + tl.arange(0, TILE)
-    tl.store(to, power)
+    tl.store(to, exponents_of(line, rows < queries))
     tl.store(to + TILE, found)
 
 

@@ -83,6 +83,13 @@ def run_of(starts, owners, batch, heads):
 
 
 @triton.jit
+def exponents_of(lse, there):
+    """Exponents of two that P is divided by; +inf, which makes it zero, for rows without keys."""
+    power = tl.load(lse, mask=there, other=float("-inf")) * LOG2E
+    return tl.where(power == float("-inf"), float("inf"), power)
+
+
+@triton.jit
 def loop_end(x, INTEGER: tl.constexpr):
     """A scalar as the end of a loop; the interpreter has arrays for it, which range refuses.
 

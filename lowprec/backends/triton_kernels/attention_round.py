@@ -10,7 +10,12 @@ import triton
 import triton.language as tl
 
 from lowprec.backends.triton_kernels.attention_codes import encode_tile, first_tile
-from lowprec.backends.triton_kernels.attention_parts import LOG2E, load_rows, run_of, store_rows
+from lowprec.backends.triton_kernels.attention_parts import (
+    exponents_of,
+    load_rows,
+    run_of,
+    store_rows,
+)
 from lowprec.backends.triton_kernels.codec import decode
 
 
@@ -171,11 +176,9 @@ def prepare_codes(
     r = tl.arange(0, BLOCK)
     rows = first + r
     line = lse + near * tokens + begin + rows
-    power = tl.load(line, mask=rows < queries, other=float("-inf")) * LOG2E
-    power = tl.where(power == float("-inf"), float("inf"), power)
     place = near * places + first_tile(cu_q, sequence, TILE) + tile * (BLOCK // TILE) + r // TILE
     to = rows_of + place * (2 * TILE) + r % TILE
     # Places past the sequence are the next one's.
     there = rows < tl.cdiv(queries, TILE) * TILE
-    tl.store(to, power, mask=there)
+    tl.store(to, exponents_of(line, rows < queries), mask=there)
     tl.store(to + TILE, found, mask=there)

@@ -63,8 +63,7 @@ def normalize(
     flat, other = _flat(x), None if residual is None else _flat(residual)
     text = "" if cast is None else cast.text
     out = list(_ops(flat).norm_cast(flat, other, weight, bias, eps, centered, text))
-    rstd, mean = out.pop(0), out.pop(0) if centered else None
-    source = x if residual is None else _like(out.pop(0), x)
+    source, mean, rstd = _found(out, x, residual, centered=centered)
     return Normalized(_result(out, x, cast), source, mean, rstd)
 
 
@@ -89,8 +88,7 @@ def normalize_both(
     flat, other = _flat(x), None if residual is None else _flat(residual)
     texts = casts[0].text, casts[1].text
     out = list(_ops(flat).norm_both(flat, other, weight, bias, eps, centered, *texts))
-    rstd, mean = out.pop(0), out.pop(0) if centered else None
-    source = x if residual is None else _like(out.pop(0), x)
+    source, mean, rstd = _found(out, x, residual, centered=centered)
     rows, cols = flat.shape
     codes, scales, codes_t, scales_t = out
     row = QuantizedTensor(
@@ -124,8 +122,7 @@ def normalize_whole(
         raise UnsupportedError(f"norm over {x.shape[-1]} columns: at most {WIDEST} are supported")
     flat, other = _flat(x), None if residual is None else _flat(residual)
     out = list(_ops(flat).norm_whole(flat, other, weight, bias, eps, centered, cast.text))
-    rstd, mean = out.pop(0), out.pop(0) if centered else None
-    source = x if residual is None else _like(out.pop(0), x)
+    source, mean, rstd = _found(out, x, residual, centered=centered)
     (rows, cols), (codes, codes_t, scale) = flat.shape, out
     of_x = scale if x.ndim == 2 else scale.reshape((1,) * x.ndim)
     row = QuantizedTensor(codes[:, :cols].reshape(x.shape), of_x, cast.format, -1)
@@ -230,6 +227,14 @@ def check(x: torch.Tensor, cast: Cast | None, what: str) -> None:
 def _check_blocks(cast: Cast, what: str) -> None:
     if ALL in cast.format.block or cast.stochastic or not cast.format.power_of_two:
         raise UnsupportedError(f"{what}: no fused cast to {cast}; use blocks of one row, nearest")
+
+
+def _found(
+    out: list[torch.Tensor], x: torch.Tensor, residual: torch.Tensor | None, *, centered: bool
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Source, mean and rstd, taken off what an op of a norm gave."""
+    rstd, mean = out.pop(0), out.pop(0) if centered else None
+    return x if residual is None else _like(out.pop(0), x), mean, rstd
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
